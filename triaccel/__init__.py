@@ -9,7 +9,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .config import BatchConfig, CurvatureConfig, EngineConfig, LossScaleConfig, PrecisionConfig, TriAccelConfig
+    from .config import (
+        BatchConfig,
+        CurvatureConfig,
+        EngineConfig,
+        LossScaleConfig,
+        PrecisionConfig,
+        TriAccelConfig,
+    )
     from .loop import TriAccel
     from .trace import Trace
     from .types import Precision, StepReport, TriAccelError

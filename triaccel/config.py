@@ -228,10 +228,18 @@ class BatchConfig(_Frozen):
                 f"batch.rho_low {self.rho_low:g} is not below batch.rho_high {self.rho_high:g}: the batch would grow and shrink at once"
             )
         if self.ladder is not None:
-            if not self.ladder or any(b <= a for a, b in zip(self.ladder, self.ladder[1:], strict=False)) or self.ladder[0] < 1:
-                raise ValueError(f"batch.ladder {list(self.ladder)} is not a non-empty ascending list of sizes >= 1; sort it and drop repeats")
+            if (
+                not self.ladder
+                or any(b <= a for a, b in zip(self.ladder, self.ladder[1:], strict=False))
+                or self.ladder[0] < 1
+            ):
+                raise ValueError(
+                    f"batch.ladder {list(self.ladder)} is not a non-empty ascending list of sizes >= 1; sort it and drop repeats"
+                )
             if self.initial not in self.ladder:
-                raise ValueError(f"batch.initial {self.initial} is not a rung of batch.ladder {list(self.ladder)}; add it")
+                raise ValueError(
+                    f"batch.initial {self.initial} is not a rung of batch.ladder {list(self.ladder)}; add it"
+                )
         return self
 
     @property
@@ -259,7 +267,9 @@ class EngineConfig(_Frozen):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.momentum_bf16 and not self.fused_update:
-            raise ValueError("engine.momentum_bf16 needs engine.fused_update: plain torch.optim keeps FP32 state; set fused_update=True")
+            raise ValueError(
+                "engine.momentum_bf16 needs engine.fused_update: plain torch.optim keeps FP32 state; set fused_update=True"
+            )
         return self
 
 
@@ -295,17 +305,25 @@ class TriAccelConfig(_Frozen):
             elif self.batch.effective == "hold":
                 refused = "batch.effective='hold' (accumulation keeps gradients)"
             if refused:
-                raise ValueError(f"engine.gradient_release cannot go with {refused}; switch one of the two off")
+                raise ValueError(
+                    f"engine.gradient_release cannot go with {refused}; switch one of the two off"
+                )
         return self
 
     @classmethod
-    def arm(cls, *, precision: bool, curvature: bool, batch: bool, base: TriAccelConfig | None = None) -> TriAccelConfig:
+    def arm(
+        cls, *, precision: bool, curvature: bool, batch: bool, base: TriAccelConfig | None = None
+    ) -> TriAccelConfig:
         """One arm of the 2³ design: components switched off are policies that always decide the same."""
         config = base or cls()
         return config.model_copy(
             update={
-                "precision": config.precision if precision else config.precision.model_copy(update={"rule": "off"}),
-                "curvature": config.curvature if curvature else config.curvature.model_copy(update={"estimator": "off"}),
+                "precision": config.precision
+                if precision
+                else config.precision.model_copy(update={"rule": "off"}),
+                "curvature": config.curvature
+                if curvature
+                else config.curvature.model_copy(update={"estimator": "off"}),
                 "batch": config.batch if batch else config.batch.model_copy(update={"rule": "off"}),
             }
         )
@@ -317,7 +335,9 @@ class TriAccelConfig(_Frozen):
         return config.model_copy(
             update={
                 "precision": config.precision.model_copy(update={"rule": "paper"}),
-                "curvature": config.curvature.model_copy(update={"estimator": "hessian", "normalise": "none"}),
+                "curvature": config.curvature.model_copy(
+                    update={"estimator": "hessian", "normalise": "none"}
+                ),
                 "batch": config.batch.model_copy(update={"rule": "paper"}),
             }
         )

@@ -126,7 +126,9 @@ def _match_pins(names: list[str], pin: Mapping[str, Precision]) -> dict[str, Pre
         matched = [name for name in names if fnmatchcase(name, pattern)]
         if not matched:
             shown = ", ".join(repr(n) for n in names[:8]) + (", ..." if len(names) > 8 else "")
-            raise TriAccelError(f"precision.pin pattern {pattern!r} matches no layer of this model; layers are {shown}")
+            raise TriAccelError(
+                f"precision.pin pattern {pattern!r} matches no layer of this model; layers are {shown}"
+            )
         pins.update(dict.fromkeys(matched, Precision(precision)))
     return pins
 
