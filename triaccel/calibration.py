@@ -1,0 +1,119 @@
+"""What is measured once, before the first step, and then kept: the costs of formats and the price of a probe.
+
+No decision of a run reads a clock. Whatever a decision needs of time is measured here, stored with the run, identified by
+``digest``, and reused on resume and by paired seeds, so that the same inputs give the same records. Measuring changes
+nothing: weights, gradients, buffers, RNG and modes are as before. Source: ours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .cost import CostTable
+from .types import TriAccelError
+
+__all__ = ["Calibration", "call_model", "median_seconds", "unchanged"]
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Measured once per machine, model and batch.
+
+    Attributes:
+        costs: seconds and bytes per layer and format; ``None`` when no policy asks for them.
+        sample_seconds: seconds of forward and backward per training sample in FP32 at the initial batch.
+        probe_seconds: seconds of one curvature probe; ``None`` when no probe runs.
+        seconds: what measuring took.
+    """
+
+    costs: CostTable | None = None
+    sample_seconds: float | None = None
+    probe_seconds: float | None = None
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON object."""
+        return {
+            "costs": None if self.costs is None else self.costs.to_json(),
+            "sample_seconds": self.sample_seconds,
+            "probe_seconds": self.probe_seconds,
+            "seconds": self.seconds,
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Calibration:
+        """Inverse of ``to_json``.
+
+        Raises:
+            TriAccelError: ``data`` is not a calibration.
+        """
+        try:
+            costs = data["costs"]
+            return cls(
+                costs=None if costs is None else CostTable.from_json(costs),
+                sample_seconds=data["sample_seconds"],
+                probe_seconds=data["probe_seconds"],
+                seconds=data["seconds"],
+            )
+        except (KeyError, TypeError) as error:
+            raise TriAccelError(f"not a calibration ({error!r}); delete it and let the run measure again") from error
+
+    @property
+    def digest(self) -> str:
+        """First 16 hex digits of SHA-256 over the content without ``seconds``."""
+        data = self.to_json() | {"seconds": None}
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """``model(*inputs)`` for a tuple or list, ``model(**inputs)`` for a dict, ``model(inputs)`` otherwise."""
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    if isinstance(inputs, (tuple, list)):
+        return model(*inputs)
+    return model(inputs)
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Restore buffers, RNG states and train/eval flags on exit, whatever ran inside."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    modes = [(module, module.training) for module in model.modules()]
+    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda" and p.device.index is not None})
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, saved in buffers:
+                buffer.copy_(saved)
+        for module, mode in modes:
+            module.training = mode
+
+
+def median_seconds(run: Callable[[], object], *, device: torch.device, repeats: int = 3) -> float:
+    """Median wall time of ``run`` after one warm-up, synchronised with ``device``."""
+
+    def once() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    once()
+    return statistics.median(once() for _ in range(repeats))
