@@ -11,7 +11,7 @@ import hashlib
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +19,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from .cost import CostTable
+from .config import TriAccelConfig
+from .cost import CostTable, device_ladder, measure_costs
+from .layers import Layer
+from .probes import ProbeRunner
+from .sampler import batch_length, split_batch
 from .types import TriAccelError
 
-__all__ = ["Calibration", "call_model", "median_seconds", "unchanged"]
+__all__ = ["Calibration", "calibrate", "calibration_needed", "call_model", "median_seconds", "unchanged"]
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
@@ -117,3 +121,75 @@ def median_seconds(run: Callable[[], object], *, device: torch.device, repeats: 
 
     once()
     return statistics.median(once() for _ in range(repeats))
+
+
+def calibration_needed(config: TriAccelConfig) -> bool:
+    """Whether some decision of this configuration rests on a measurement of the machine."""
+    costs = config.precision.rule != "off" and (config.precision.cost_gate or config.precision.rule == "static")
+    return costs or _probe_timed(config)
+
+
+def _probe_timed(config: TriAccelConfig) -> bool:
+    if config.curvature.estimator != "off":
+        return config.curvature.interval_samples is None
+    noise = config.batch.rule == "model" and config.batch.noise_cap > 0
+    return noise and config.batch.noise_interval_samples is None
+
+
+def calibrate(
+    model: nn.Module,
+    layers: Sequence[Layer],
+    config: TriAccelConfig,
+    *,
+    inputs: Any,
+    targets: Any,
+    loss_fn: LossFunction,
+    device: torch.device,
+) -> Calibration:
+    """Measure what ``config`` needs.
+
+    Args:
+        model: the model in training mode.
+        layers: its layers.
+        config: decides what is measured: the cost table for gated or static precision, the time of a probe for its interval.
+        inputs: inputs of one training batch.
+        targets: its targets.
+        loss_fn: mean loss.
+        device: the training device.
+
+    Returns:
+        The measurements; fields that nothing asks for are ``None``.
+    """
+    start = time.perf_counter()
+    costs = None
+    precision = config.precision
+    if precision.rule != "off" and (precision.cost_gate or precision.rule == "static"):
+        ladder = device_ladder(device, allowed=precision.ladder)
+        costs = measure_costs(
+            model,
+            layers,
+            inputs,
+            batch_sizes=config.batch.rungs,
+            ladder=ladder,
+            budget_seconds=precision.cost_budget_seconds,
+        )
+    sample_seconds = probe_seconds = None
+    if _probe_timed(config):
+        parameters = [p for layer in layers for p in layer.parameters]
+
+        def plain() -> None:
+            loss = loss_fn(call_model(model, inputs), targets)
+            torch.autograd.grad(loss, parameters, allow_unused=True)
+
+        samples = batch_length((inputs, targets))
+        count = min(config.curvature.probe_batch, samples)
+        part = split_batch((inputs, targets), [count, samples - count])[0] if count < samples else (inputs, targets)
+
+        def probe() -> None:
+            runner = ProbeRunner(layers, curvature=config.curvature, batch=config.batch, seed=config.seed)
+            runner.run(model, part[0], part[1], loss_fn, samples_seen=0)
+
+        with unchanged(model):
+            sample_seconds = median_seconds(plain, device=device) / samples
+            probe_seconds = median_seconds(probe, device=device)
+    return Calibration(costs, sample_seconds, probe_seconds, time.perf_counter() - start)

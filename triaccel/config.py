@@ -60,7 +60,8 @@ class PrecisionConfig(_Frozen):
     """Which layer computes in which format, and what decides it."""
 
     rule: Literal["off", "paper", "auto", "static"] = "auto"
-    """``off``: FP32. ``paper``: fixed thresholds. ``auto``: thresholds from a warm-up. ``static``: the cost table's best map, fixed at step 0."""
+    """``off``: FP32. ``paper``: fixed thresholds. ``auto``: thresholds from a warm-up.
+    ``static``: the cost table's best map, fixed at step 0."""
     tau_low: Positive = 1e-4
     """``paper``: gradient variance below which a layer goes to FP16 (ours: the paper's public text gives no figure)."""
     tau_high: Positive = 1e-2
@@ -174,7 +175,8 @@ class CurvatureConfig(_Frozen):
             )
         if not self.scale_min <= 1.0 <= self.scale_max:
             raise ValueError(
-                f"curvature.scale_min {self.scale_min:g} and scale_max {self.scale_max:g} must enclose 1, the scale of an average layer"
+                f"curvature.scale_min {self.scale_min:g} and scale_max {self.scale_max:g} "
+                "must enclose 1, the scale of an average layer"
             )
         return self
 
@@ -183,7 +185,8 @@ class BatchConfig(_Frozen):
     """Batch size from the memory really in use."""
 
     rule: Literal["off", "paper", "model"] = "model"
-    """``off``: constant. ``paper``: ±δ at two utilisation thresholds. ``model``: largest rung that a fit of observed peaks allows."""
+    """``off``: constant. ``paper``: ±δ at two utilisation thresholds.
+    ``model``: largest rung that a fit of observed peaks allows."""
     initial: Count = 96
     """First batch size, samples."""
     minimum: Count = 16
@@ -205,7 +208,7 @@ class BatchConfig(_Frozen):
     cooldown: Annotated[int, Field(ge=0)] = 3
     """Control ticks between two growths; shrinking is immediate."""
     noise_cap: NonNegative = 1.0
-    """The batch never grows past this many times the noise scale B_simple (arXiv 1812.06162); 0 removes the cap. ``model`` only."""
+    """The batch never grows past this many times B_simple (arXiv 1812.06162); 0 removes the cap. ``model`` only."""
     min_updates: Fraction = 0.6
     """Optimizer steps that a run keeps at least, as a share of the fixed-batch count. ``model`` only."""
     noise_interval_samples: Count | None = None
@@ -225,7 +228,8 @@ class BatchConfig(_Frozen):
             )
         if self.rho_low >= self.rho_high:
             raise ValueError(
-                f"batch.rho_low {self.rho_low:g} is not below batch.rho_high {self.rho_high:g}: the batch would grow and shrink at once"
+                f"batch.rho_low {self.rho_low:g} is not below batch.rho_high "
+                f"{self.rho_high:g}: the batch would grow and shrink at once"
             )
         if self.ladder is not None:
             if (

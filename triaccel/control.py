@@ -130,7 +130,7 @@ class Controller:
 
 
 def _dump(value: Any) -> Any:
-    return TypeAdapter(type(value)).dump_python(value, mode="python") if value is not None else None
+    return TypeAdapter(type(value)).dump_python(value, mode="json")
 
 
 def _load(kind: type[Any], value: Any) -> Any:

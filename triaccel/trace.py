@@ -116,7 +116,7 @@ class Trace:
         rows: list[dict[str, Any]] = []
         before: dict[str, Any] = {}
         for entry in self.entries:
-            full = asdict(entry)
+            full = _plain(asdict(entry))
             row = {
                 key: value
                 for key, value in full.items()
@@ -192,6 +192,17 @@ class Trace:
 
 
 _ABSENT = object()
+
+
+def _plain(value: Any) -> Any:
+    """Enums to their values, tuples to lists: what ``torch.load(weights_only=True)`` and JSON both accept."""
+    if isinstance(value, Precision):
+        return value.value
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(v) for v in value]
+    return value
 
 
 def _entry(full: dict[str, Any]) -> TraceEntry:
