@@ -59,7 +59,11 @@ _LIST = (
     _loop("curvature+batch", "all but precision", "curvature", "batch"),
     _loop("tri-accel", "all three components", *_ALL),
     _loop("tri-accel-paper", "all three, by the rules as the paper words them", *_ALL),
-    Arm("replay", "replay", "the map, batches and rates that tri-accel found on another seed, with nothing adapted"),
+    Arm(
+        "replay",
+        "replay",
+        "the map, batches and rates that tri-accel found on another seed, with nothing adapted",
+    ),
 )
 
 ARMS: dict[str, Arm] = {arm.name: arm for arm in _LIST}
@@ -88,7 +92,9 @@ def parse_arm(name: str) -> tuple[Arm, int | None]:
     if not at:
         return ARMS[base], None
     if not size.isdigit() or int(size) < 1:
-        raise UnknownArm(f"arm {name!r}: {size!r} after '@' is not a batch size; write for example {base}@128")
+        raise UnknownArm(
+            f"arm {name!r}: {size!r} after '@' is not a batch size; write for example {base}@128"
+        )
     return ARMS[base], int(size)
 
 
@@ -117,7 +123,9 @@ def arm_config(name: str, base: TriAccelConfig | None = None) -> TriAccelConfig:
         base=config,
     )
     if arm.name == "profiled-static":
-        config = config.model_copy(update={"precision": config.precision.model_copy(update={"rule": "static"})})
+        config = config.model_copy(
+            update={"precision": config.precision.model_copy(update={"rule": "static"})}
+        )
     return config
 
 

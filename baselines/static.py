@@ -15,6 +15,7 @@ from torch import nn
 
 from triaccel.calibration import LossFunction, call_model
 from triaccel.config import TriAccelConfig
+from triaccel.recovery import minimum_micro_batch
 from triaccel.sampler import ElasticBatches, batch_length
 from triaccel.trace import Trace
 from triaccel.types import Precision, StepReport, TriAccelError
@@ -35,7 +36,12 @@ class StaticArm:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, config: TriAccelConfig, *, precision: Precision
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        config: TriAccelConfig,
+        *,
+        precision: Precision,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -70,6 +76,7 @@ class StaticArm:
             num_workers=num_workers,
             tail=self.config.batch.tail,
             device=self.device,
+            minimum_micro=minimum_micro_batch(self.model),
         )
         self.total_samples = self._batches.total_samples
         if self._loaded is not None and self._loaded["batches"] is not None:
@@ -92,7 +99,9 @@ class StaticArm:
         inputs, targets = batch
         self.optimizer.zero_grad(set_to_none=True)
         enabled = self.precision is not Precision.FP32
-        with torch.autocast(self.device.type, self.precision.torch_dtype if enabled else torch.bfloat16, enabled=enabled):
+        with torch.autocast(
+            self.device.type, self.precision.torch_dtype if enabled else torch.bfloat16, enabled=enabled
+        ):
             loss = loss_fn(call_model(self.model, inputs), targets)
         scale = self._scaler.get_scale() if self._scaler.is_enabled() else None
         self._scaler.scale(loss).backward()

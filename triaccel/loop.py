@@ -34,8 +34,8 @@ from .memory import MemoryProbe, make_memory_probe
 from .optim import Updater
 from .precision import make_precision_policy
 from .probes import ProbeRunner
-from .recovery import run_step_with_recovery
-from .sampler import ElasticBatches, batch_length, split_batch
+from .recovery import StepGuard, minimum_micro_batch, run_step_with_recovery
+from .sampler import ElasticBatches, batch_length, micro_batch_sizes, split_batch
 from .statistics import GradientStatistics
 from .trace import Policies, Trace
 from .types import Change, LayerStats, Observation, Precision, StepReport, TriAccelError
@@ -81,7 +81,9 @@ class TriAccel:
         self.total_samples = total_samples
         self.layers = find_layers(model, config.precision.pin)
         if not any(layer.parameters for layer in self.layers):
-            raise TriAccelError("the model has no trainable parameter: nothing to train; unfreeze a layer or check the model")
+            raise TriAccelError(
+                "the model has no trainable parameter: nothing to train; unfreeze a layer or check the model"
+            )
         self.device = next(p.device for layer in self.layers for p in layer.parameters)
         if config.precision.rule != "off":
             _require_fp32(self.layers)
@@ -97,9 +99,15 @@ class TriAccel:
             reference_batch=config.precision.reference_batch or config.batch.initial,
             count_underflow=False,
         )
-        self._probes = ProbeRunner(self.layers, curvature=config.curvature, batch=config.batch, seed=config.seed)
+        self._probes = ProbeRunner(
+            self.layers, curvature=config.curvature, batch=config.batch, seed=config.seed
+        )
         self._updater = Updater(optimizer, self.layers, engine=config.engine, seed=config.seed)
         self._scaler = LossScaler(config.precision.loss_scale)
+        self._guard = StepGuard(model, scaler=self._scaler)
+        self._minimum_micro = minimum_micro_batch(model)
+        self.on_out_of_memory: Callable[[], object] | None = None
+        """Called before the error when even the smallest micro-batch does not fit: the place to write a checkpoint."""
         self._given_policies = policies
         self._controller: Controller | None = None
         self._batches: ElasticBatches | None = None
@@ -151,13 +159,15 @@ class TriAccel:
         self._batches = ElasticBatches(
             data,
             epochs=epochs,
-            batch_size=lambda: self._controller.batch.batch_size if self._controller else self._initial_batch(),
+            batch_size=lambda: (
+                self._controller.batch.batch_size if self._controller else self._initial_batch()
+            ),
             seed=self.config.seed,
             collate_fn=collate_fn,
             num_workers=num_workers,
             tail=config.tail,
             device=self.device,
-            minimum_micro=2 if _has_batch_norm(self.model) else 1,
+            minimum_micro=self._minimum_micro,
         )
         self.total_samples = self._batches.total_samples
         if self._loaded is not None and self._loaded.get("batches") is not None:
@@ -199,10 +209,12 @@ class TriAccel:
             if self._recovers:
                 (loss, parts), micro, recovered = run_step_with_recovery(
                     lambda size: self._gradients(inputs, targets, loss_fn, samples=samples, micro=size),
-                    model=self.model,
-                    optimizer=self.optimizer,
+                    guard=self._guard,
                     micro_batch_size=micro,
-                    minimum=min(self.config.batch.minimum, samples),
+                    minimum=min(self._minimum_micro, samples),
+                    on_floor=self._reach_floor,
+                    on_oom=self._memory.out_of_memory,
+                    ladder=self.config.batch.rungs,
                 )
             else:
                 recovered = 0
@@ -218,7 +230,11 @@ class TriAccel:
     ) -> tuple[torch.Tensor, int]:
         self.optimizer.zero_grad(set_to_none=True)
         mean = getattr(loss_fn, "reduction", "mean") != "sum"
-        parts = [(inputs, targets)] if micro >= samples else split_batch((inputs, targets), _even(samples, micro))
+        parts = (
+            [(inputs, targets)] if micro >= samples else split_batch(
+            (inputs, targets), micro_batch_sizes(samples, micro, minimum=min(self._minimum_micro, samples))
+        )
+        )
         total: torch.Tensor | None = None
         for part in parts:
             with self._caster.forward():
@@ -230,6 +246,10 @@ class TriAccel:
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         return total, len(parts)
+
+    def _reach_floor(self) -> None:
+        if self.on_out_of_memory is not None:
+            self.on_out_of_memory()
 
     def _apply(self, samples: int) -> bool:
         """Unscale, look for non-finite gradients, read statistics, update. Returns whether weights moved."""
@@ -264,7 +284,9 @@ class TriAccel:
         factor = self._running().batch.rate_factor
         return factor * self._schedule(self.progress) if self._schedule else factor
 
-    def _finish(self, loss: torch.Tensor, *, samples: int, parts: int, stepped: bool, recovered: int) -> StepReport:
+    def _finish(
+        self, loss: torch.Tensor, *, samples: int, parts: int, stepped: bool, recovered: int
+    ) -> StepReport:
         controller = self._running()
         index, version, factor = self._step, controller.map_version, self._rate_factor()
         ran, scales = controller.precision.precision_map, controller.rate.scales
@@ -329,7 +351,9 @@ class TriAccel:
         """
         if samples is None:
             if self._last_batch is None:
-                raise TriAccelError("backward() does not know how many samples made this loss: pass samples=, or use batches()")
+                raise TriAccelError(
+                    "backward() does not know how many samples made this loss: pass samples=, or use batches()"
+                )
             samples = batch_length(self._last_batch)
         (self._scaler.scale(loss) if self._scaling else loss).backward()
         self._window.append((loss.detach(), samples))
@@ -368,7 +392,13 @@ class TriAccel:
         inputs, targets = _unpack(batch)
         if self.calibration is None:
             self.calibration = calibrate(
-                self.model, self.layers, self.config, inputs=inputs, targets=targets, loss_fn=loss_fn, device=self.device
+                self.model,
+                self.layers,
+                self.config,
+                inputs=inputs,
+                targets=targets,
+                loss_fn=loss_fn,
+                device=self.device,
             )
         self._probe_source = self._probe_source or (batch, loss_fn)
         if self._controller is None:
@@ -416,7 +446,9 @@ class TriAccel:
             TriAccelError: the total is not known.
         """
         if not self.total_samples:
-            raise TriAccelError("progress is unknown: draw samples with batches(), or pass total_samples= to TriAccel")
+            raise TriAccelError(
+                "progress is unknown: draw samples with batches(), or pass total_samples= to TriAccel"
+            )
         return min(1.0, self._samples_seen / self.total_samples)
 
     # ---------------------------------------------------------------- state
@@ -493,7 +525,9 @@ class TriAccel:
                 f"state of format {version!r}, this version reads {STATE_FORMAT}: go on with the version that wrote it, or start again"
             )
         if state["config"] != self.config.model_dump(mode="json"):
-            raise TriAccelError("this state was saved under another configuration; load it with the configuration that saved it")
+            raise TriAccelError(
+                "this state was saved under another configuration; load it with the configuration that saved it"
+            )
         self._loaded = state
         self.total_samples = state["total_samples"]
         if state["calibration"] is not None:
@@ -572,7 +606,9 @@ class TriAccel:
         )
         self._controller = Controller(policies, tuple(layer.info for layer in self.layers))
         if calibration.probe_seconds is not None and calibration.sample_seconds is not None:
-            self._probes.calibrate(probe_seconds=calibration.probe_seconds, sample_seconds=calibration.sample_seconds)
+            self._probes.calibrate(
+                probe_seconds=calibration.probe_seconds, sample_seconds=calibration.sample_seconds
+            )
         self._statistics.count_underflow = Precision.FP16 in ladder.precisions
         self._install_map()
 
@@ -612,7 +648,10 @@ class TriAccel:
         controller = self._running()
         self._run_probe()
         grown_from = controller.batch.batch_size
-        changes = controller.tick(self._observe(samples), {n: str(d).removeprefix("torch.") for n, d in self._caster.verified.items()})
+        changes = controller.tick(
+            self._observe(samples),
+            {n: str(d).removeprefix("torch.") for n, d in self._caster.verified.items()},
+        )
         if any(change.component == "precision" for change in changes):
             self._install_map()
         if controller.batch.batch_size != grown_from:
@@ -667,7 +706,11 @@ class TriAccel:
         )
 
     def _warn_stepped_scheduler(self, batch_size: int) -> None:
-        if self._warned_scheduler or not hasattr(self.optimizer.step, "_wrapped_by_lr_sched") or not self.total_samples:
+        if (
+            self._warned_scheduler
+            or not hasattr(self.optimizer.step, "_wrapped_by_lr_sched")
+            or not self.total_samples
+        ):
             return
         self._warned_scheduler = True
         expected = self.total_samples // self.config.batch.initial
@@ -696,16 +739,6 @@ def _require_fp32(layers: tuple[Any, ...]) -> None:
                     f"parameter {name!r} is {parameter.dtype}: parameters stay FP32 and each layer's compute format is chosen; "
                     "call model.float() first"
                 )
-
-
-def _has_batch_norm(model: nn.Module) -> bool:
-    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
-
-
-def _even(samples: int, micro: int) -> list[int]:
-    """Sizes of the fewest parts of at most ``micro`` samples, as even as can be."""
-    count = -(-samples // micro)
-    return [samples // count + (i < samples % count) for i in range(count)]
 
 
 def _unpack(batch: Any) -> tuple[Any, Any]:
