@@ -133,6 +133,10 @@ class MemoryReading:
         peaks: observed peaks as ``(batch_size, map_version, peak_bytes)``, oldest first.
         source: where the figure comes from (``"cuda"``, ``"cpu-tracker"``, ``"fake"``).
         reserved_unused_bytes: reserved minus allocated (fragmentation), if known.
+        resident_bytes: bytes that do not depend on the batch (parameters, optimizer state), live between steps, if known.
+        failed: sizes that ran out of memory, as ``(batch_size, map_version, budget_bytes at that time)``.
+        other_tenants_bytes: bytes that other processes hold on the device, if known.
+        unavailable: what could not be measured, and why.
     """
 
     used_bytes: int
@@ -140,6 +144,10 @@ class MemoryReading:
     peaks: tuple[tuple[int, int, int], ...] = ()
     source: str = "fake"
     reserved_unused_bytes: int | None = None
+    resident_bytes: int | None = None
+    failed: tuple[tuple[int, int, int], ...] = ()
+    other_tenants_bytes: int | None = None
+    unavailable: tuple[str, ...] = ()
 
     @property
     def utilisation(self) -> float:
