@@ -205,20 +205,26 @@ class TriAccel:
         self._probe_source = (batch, loss_fn)
         samples = batch_length(batch)
         micro = min(controller.batch.micro_batch_size, self._micro_cap or samples, samples)
-        with self._observed(batch_size=micro):
+        with ExitStack() as observed:
+
+            def attempt(size: int) -> tuple[torch.Tensor, int]:
+                observed.close()
+                observed.enter_context(self._observed(batch_size=size))
+                return self._gradients(inputs, targets, loss_fn, samples=samples, micro=size)
+
             if self._recovers:
                 (loss, parts), micro, recovered = run_step_with_recovery(
-                    lambda size: self._gradients(inputs, targets, loss_fn, samples=samples, micro=size),
+                    attempt,
                     guard=self._guard,
                     micro_batch_size=micro,
                     minimum=min(self._minimum_micro, samples),
                     on_floor=self._reach_floor,
-                    on_oom=self._memory.out_of_memory,
+                    on_oom=lambda size: self._memory.out_of_memory(batch_size=size, map_version=controller.map_version),
                     ladder=self.config.batch.rungs,
                 )
             else:
                 recovered = 0
-                loss, parts = self._gradients(inputs, targets, loss_fn, samples=samples, micro=micro)
+                loss, parts = attempt(micro)
             stepped = self._apply(samples)
         if recovered:
             self._recovered += recovered
