@@ -166,9 +166,9 @@ class ModelBatch(_BatchPolicy):
         if failed or (current is not None and current > limit):
             said = "ran out of memory" if failed else f"memory {current / memory.budget_bytes:.0%} of budget"  # type: ignore[operator]
             return self._shrink(state, fit, limit, memory, version, said)
-        if fit is None:
+        if fit is None or current is None:
             return state, self._decision(state)
-        if not fit.usable and state.size in fit.observed:
+        if not fit.usable:
             return self._stay(state, f"no fit: {fit.why}; the batch stays")
         return self._grow(state, fit, memory, observation)
 
@@ -187,16 +187,10 @@ class ModelBatch(_BatchPolicy):
         fits = [r for r in smaller if fit is not None and (p := fit.predict(r)) is not None and p <= limit]
         if fits:
             size = max(fits)
-        elif fit is not None and fit.usable and not fit.grounded:
-            # one size seen: its bytes per sample are an upper bound, so what is proportional may not be enough
-            size = max(
-                (
-                    r
-                    for r in smaller
-                    if r <= limit / (fit.base_bytes + fit.sample_bytes * state.size) * state.size / 2
-                ),
-                default=smaller[0],
-            )
+        elif fit is not None and fit.usable and fit.lower is None:
+            # one size seen: its line is a lower bound below it, so go twice as far, see, and come back
+            base, sample = fit.upper or (0.0, limit)
+            size = max((r for r in smaller if r <= (limit - base) / sample / 2), default=smaller[0])
         elif fit is None or not fit.usable:
             size = max((r for r in smaller if r <= state.size / 2), default=smaller[0])
         else:

@@ -299,6 +299,7 @@ class FakeMemory(_Probe):
         bytes_of: (batch_size, map_version, step) -> bytes that the step takes.
         budget_of: step -> bytes available before the margin.
         margin: share of the budget that is kept back.
+        resident_bytes: bytes that do not depend on the batch; ``None``: not known to the probe.
         raises: whether a step over what is available raises ``torch.OutOfMemoryError`` as a device would.
     """
 
@@ -310,11 +311,13 @@ class FakeMemory(_Probe):
         budget_of: Callable[[int], int],
         *,
         margin: float = 0.0,
+        resident_bytes: int | None = None,
         raises: bool = False,
     ) -> None:
         super().__init__(budget_bytes=None, margin=margin)
         self._bytes_of = bytes_of
         self._budget_of = budget_of
+        self._resident = resident_bytes
         self._raises = raises
 
     @contextmanager
@@ -335,7 +338,7 @@ class FakeMemory(_Probe):
 
     def reading(self) -> MemoryReading | None:
         """Scripted bytes."""
-        return self._reading()
+        return self._reading(resident_bytes=self._resident)
 
 
 def make_memory_probe(device: torch.device | str, *, budget_bytes: int | None, margin: float) -> MemoryProbe:
