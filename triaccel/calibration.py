@@ -72,7 +72,9 @@ class Calibration:
                 seconds=data["seconds"],
             )
         except (KeyError, TypeError) as error:
-            raise TriAccelError(f"not a calibration ({error!r}); delete it and let the run measure again") from error
+            raise TriAccelError(
+                f"not a calibration ({error!r}); delete it and let the run measure again"
+            ) from error
 
     @property
     def digest(self) -> str:
@@ -95,7 +97,9 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     """Restore buffers, RNG states and train/eval flags on exit, whatever ran inside."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     modes = [(module, module.training) for module in model.modules()]
-    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda" and p.device.index is not None})
+    devices = sorted(
+        {p.device.index for p in model.parameters() if p.device.type == "cuda" and p.device.index is not None}
+    )
     try:
         with torch.random.fork_rng(devices=devices):
             yield
@@ -125,7 +129,9 @@ def median_seconds(run: Callable[[], object], *, device: torch.device, repeats: 
 
 def calibration_needed(config: TriAccelConfig) -> bool:
     """Whether some decision of this configuration rests on a measurement of the machine."""
-    costs = config.precision.rule != "off" and (config.precision.cost_gate or config.precision.rule == "static")
+    costs = config.precision.rule != "off" and (
+        config.precision.cost_gate or config.precision.rule == "static"
+    )
     return costs or _probe_timed(config)
 
 
@@ -183,7 +189,11 @@ def calibrate(
 
         samples = batch_length((inputs, targets))
         count = min(config.curvature.probe_batch, samples)
-        part = split_batch((inputs, targets), [count, samples - count])[0] if count < samples else (inputs, targets)
+        part = (
+            split_batch((inputs, targets), [count, samples - count])[0]
+            if count < samples
+            else (inputs, targets)
+        )
 
         def probe() -> None:
             runner = ProbeRunner(layers, curvature=config.curvature, batch=config.batch, seed=config.seed)

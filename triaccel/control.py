@@ -86,7 +86,9 @@ class Controller:
             rate_factor=self.batch.rate_factor,
             curvature={n: s.curvature for n, s in layers.items() if s.curvature is not None},
             eigenvalues={n: s.eigenvalues for n, s in layers.items() if s.eigenvalues},
-            sample_variance={n: s.sample_variance for n, s in layers.items() if s.sample_variance is not None},
+            sample_variance={
+                n: s.sample_variance for n, s in layers.items() if s.sample_variance is not None
+            },
             probe_id=max((s.probe_id for s in layers.values()), default=-1),
             variance={n: s.variance for n, s in layers.items() if s.variance is not None},
             noise=seen.noise,
@@ -115,7 +117,9 @@ class Controller:
             TriAccelError: ``data`` belongs to other policies or to another version.
         """
         try:
-            self._states = [_load(type(state), value) for state, value in zip(self._states, data["states"], strict=True)]
+            self._states = [
+                _load(type(state), value) for state, value in zip(self._states, data["states"], strict=True)
+            ]
             self.precision = _load(PrecisionDecision, data["precision"])
             self.rate = _load(RateDecision, data["rate"])
             self.batch = _load(BatchDecision, data["batch"])
