@@ -1,9 +1,9 @@
 """Per-sample gradients of any parameter, by running the model sample by sample: the route for what has no rule.
 
 The gradient of sample i is taken by ``torch.func.vmap(grad)`` of the whole model with that sample alone, against the
-recorded gradient of its output, so that it agrees with the batch's loss whatever its reduction over positions. Every use of a parameter counts:
-in a recurrent module, tied, or as a raw tensor in somebody else's forward. Where ``vmap`` has no rule for an operation
-the samples are run one after the other, and the result says so.
+recorded gradient of its output, so that it agrees with the batch's loss whatever its reduction over positions. Every use of
+a parameter counts: in a recurrent module, tied, or as a raw tensor in somebody else's forward. Where ``vmap`` has no rule for
+an operation the samples are run one after the other, and the result says so.
 
 Cost: one forward and backward of the model for all the parameters asked for at once, B × their size in memory; above
 ``max_bytes`` the samples are run in blocks, pair of blocks by pair. Source: ours.
