@@ -84,9 +84,11 @@ def variants() -> Iterator[Variant]:
         (False, False, False, False, False),
         (False, True, False, False, False),
         (False, True, True, False, True),
+        (False, True, False, True, False),
         (False, True, False, True, True),
         (True, True, False, False, False),
         (True, True, False, False, True),
+        (True, True, False, True, False),
         (True, True, False, True, True),
     ):
         name = "adamw" if adam else "nesterov" if nesterov else "momentum" if momentum else "sgd"
@@ -116,7 +118,7 @@ def variants() -> Iterator[Variant]:
                 "ALIGNED": True,
                 "BLOCK": fused_update.BLOCK,
             },
-            fused_update.WARPS[stats],
+            fused_update.warps(stats=stats, low=low),
         )
     sizes = dict.fromkeys(("samples", "positions", "inputs", "outputs"), "i32")
     pointers = dict.fromkeys(("a", "g", "out"), "*fp32")

@@ -135,9 +135,9 @@ def pairs_kernel(
 
 
 def outer_tiles(samples: int) -> tuple[int, int, int, int]:
-    """(SAMPLES, TILE_O, TILE_I, warps) of ``outer_kernel``: about 4,096 gradient entries held at once."""
+    """(SAMPLES, TILE_O, TILE_I, warps) of ``outer_kernel``: 2,048 to 4,096 gradient entries held at once."""
     padded = max(16, triton.next_power_of_2(samples))
-    return padded, *{16: (8, 32, 4), 32: (8, 16, 4), 64: (4, 16, 8), 128: (4, 8, 8)}[padded]
+    return padded, *{16: (8, 32, 4), 32: (8, 16, 4), 64: (4, 8, 4), 128: (4, 8, 8)}[padded]
 
 
 def gram(a: Tensor, g: Tensor, *, route: str, max_bytes: int) -> Tensor:

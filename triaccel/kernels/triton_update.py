@@ -24,12 +24,15 @@ from .chunks import chunk_plan, flat, same_order, send
 from .rules import AdamWRule, GradStats, UpdateRule
 from .triton_stats import add_partials, aligned, gather, write_partials
 
-__all__ = ["BLOCK", "WARPS", "fused_update_", "update_kernel"]
+__all__ = ["BLOCK", "fused_update_", "update_kernel", "warps"]
 
 BLOCK = 1024
 """Entries per turn of the loop in one program."""
-WARPS = {False: 4, True: 8}
-"""Warps per program without and with statistics: eight and four FP32 entries per thread and turn; with eight the latter spill."""
+
+
+def warps(*, stats: bool, low: bool) -> int:
+    """Warps per program, the fewest and the most that spill no register on any target (``compile_targets``)."""
+    return 8 if stats and not low else 4
 
 
 @triton.jit
@@ -320,6 +323,6 @@ def fused_update_(
             SKIP=0 if found_inf is None else 1 if found_inf.numel() == 1 else 2,
             ALIGNED=aligned(addresses),
             BLOCK=BLOCK,
-            num_warps=WARPS[segments is not None],
+            num_warps=warps(stats=segments is not None, low=low),
         )
     return gather(partials, plan, extremes=extremes) if segments is not None else None
