@@ -73,7 +73,7 @@ def layer_grams(
     holders = _holders(model, owned)
     modules = list({id(m): m for held in holders.values() for m, _ in held if has_rule(m)}.values())
     with probe_region(model, statistics=norm_statistics, device=device) as constants:
-        with record_uses(modules, constants) as (uses, stop):
+        with constants, record_uses(modules, constants) as (uses, stop):
             outputs = call_model(model, inputs)
             loss = loss_fn(outputs, targets)
             stop()
@@ -92,9 +92,12 @@ def layer_grams(
         found = Grams(loss=loss.detach())
         for index, value in enumerate(losses):
             last = index + 1 == len(losses)
-            gradients = (
-                torch.autograd.grad(value, edges, retain_graph=not last, allow_unused=True) if edges else ()
-            )
+            with constants:
+                gradients = (
+                    torch.autograd.grad(value, edges, retain_graph=not last, allow_unused=True)
+                    if edges
+                    else ()
+                )
             part = found if index == 0 else Grams()
             with torch.no_grad():
                 _fill(

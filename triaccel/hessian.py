@@ -296,7 +296,7 @@ def _blocks(
     if not owned:
         raise TriAccelError("no layer has a trainable parameter: there is no Hessian block; unfreeze a layer")
     device = owned[0].parameters[0].device
-    with probe_region(model, statistics=norm_statistics, device=device):
+    with probe_region(model, statistics=norm_statistics, device=device) as constants, constants:
         loss = loss_fn(call_model(model, inputs), targets)
         reduction = getattr(loss_fn, "reduction", "mean")
         if loss.dim() != 0 or reduction == "none":

@@ -65,7 +65,8 @@ class ConstantStatistics(TorchFunctionMode):
         before = self._replay
         self._replay = iter(self.recorded)
         try:
-            yield
+            with self:
+                yield
         finally:
             self._replay = before
 
@@ -89,8 +90,7 @@ class ConstantStatistics(TorchFunctionMode):
             if self._replay is not None:
                 mean, variance = next(self._replay)
             else:
-                dims = [d for d in range(input.dim()) if d != 1]
-                variance, mean = torch.var_mean(input.detach(), dims, correction=0)
+                mean, variance = _mean_and_variance(input.detach())
                 self.recorded.append((mean, variance))
         else:
             assert running_mean is not None
@@ -98,6 +98,16 @@ class ConstantStatistics(TorchFunctionMode):
             mean, variance = running_mean, running_var
         self.last = (mean, variance, eps)
         return F.batch_norm(input, mean, variance, weight, bias, training=False, momentum=0.0, eps=eps)
+
+
+def _mean_and_variance(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance over all dimensions but 1, each ``(C,)``."""
+    if x.device.type in ("cpu", "cuda"):
+        # Batch norm's own reduction: 10 to 25 times faster than var_mean on CPU.
+        mean, variance = torch.batch_norm_update_stats(x, None, None, 1.0)
+    else:
+        variance, mean = torch.var_mean(x, [d for d in range(x.dim()) if d != 1], correction=0)
+    return mean, variance
 
 
 @contextmanager
@@ -187,7 +197,7 @@ def probe_region(
         device: where it runs.
 
     Yields:
-        The record of the normalisation constants.
+        The normalisation constants: a mode to enter around the forward and the backward.
     """
     constants = ConstantStatistics()
     with ExitStack() as stack:
@@ -201,7 +211,9 @@ def probe_region(
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         if _compiled(model):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(constants)
+        stack.enter_context(
+            torch.autograd.set_multithreading_enabled(False)
+        )  # a recomputed region sees the mode
         yield constants
 
 
