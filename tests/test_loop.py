@@ -33,11 +33,17 @@ def images(n=160, seed=1):
     return inputs, labels
 
 
-OFF = TriAccelConfig.arm(precision=False, curvature=False, batch=False, base=TriAccelConfig(batch={"initial": 32}))
+OFF = TriAccelConfig.arm(
+    precision=False, curvature=False, batch=False, base=TriAccelConfig(batch={"initial": 32})
+)
 
 
 def with_parts(**parts):
-    base = {"precision": {"rule": "off"}, "curvature": {"estimator": "off"}, "batch": {"rule": "off", "initial": 32}}
+    base = {
+        "precision": {"rule": "off"},
+        "curvature": {"estimator": "off"},
+        "batch": {"rule": "off", "initial": 32},
+    }
     for name, values in parts.items():
         base[name] = {**base.get(name, {}), **values} if isinstance(values, dict) else values
     return TriAccelConfig.model_validate(base)
@@ -130,7 +136,9 @@ def test_curvature_scales_rates_and_leaves_the_users_groups_alone():
     model = small_net()
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     groups = copy.deepcopy([{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups])
-    config = with_parts(curvature={"estimator": "fisher", "interval_samples": 32, "top_k": 2}, tick_samples=32)
+    config = with_parts(
+        curvature={"estimator": "fisher", "interval_samples": 32, "top_k": 2}, tick_samples=32
+    )
     accel = TriAccel(model, optimizer, config)
     reports = [accel.step(batch, nn.CrossEntropyLoss()) for batch in accel.batches(images(), epochs=2)]
     scales = reports[-1].rate_scales
@@ -144,7 +152,9 @@ def test_schedule_follows_samples_and_reaches_its_end():
     model = small_net()
     accel = TriAccel(model, torch.optim.SGD(model.parameters(), 0.1), OFF)
     accel.schedule(lambda progress: 1.0 - progress)
-    factors = [accel.step(batch, nn.CrossEntropyLoss()).rate_factor for batch in accel.batches(images(), epochs=2)]
+    factors = [
+        accel.step(batch, nn.CrossEntropyLoss()).rate_factor for batch in accel.batches(images(), epochs=2)
+    ]
     assert factors == pytest.approx([1 - 32 * i / 320 for i in range(10)])
 
 
@@ -232,7 +242,9 @@ def test_nonfinite_gradients_skip_the_step_and_are_named():
     config = with_parts(precision={"rule": "paper", "tau_low": 1e-30, "tau_high": 1e3})
     accel = TriAccel(model, torch.optim.SGD(model.parameters(), 0.01), config)
     x, y = images(32)
-    before = {k: v.clone() for k, v in model.state_dict().items() if "running" not in k and "num_batches" not in k}
+    before = {
+        k: v.clone() for k, v in model.state_dict().items() if "running" not in k and "num_batches" not in k
+    }
     report = accel.step((x, y), lambda outputs, targets: F.cross_entropy(outputs, targets) * float("inf"))
     assert not report.stepped
     assert report.found_inf[0] == "8"
@@ -261,7 +273,7 @@ def test_resume_is_bit_exact(cut, tmp_path):
     config = with_parts(
         precision={"rule": "paper", "tau_low": 1e-30, "tau_high": 1e-3, "stats_every": 2},
         curvature={"estimator": "fisher", "interval_samples": 64, "top_k": 2},
-        batch={"rule": "paper", "initial": 16, "delta": 16, "maximum": 48},
+        batch={"rule": "paper", "initial": 16, "delta": 16, "maximum": 48, "budget_bytes": 10**9},
         tick_samples=32,
     )
     data = images()

@@ -219,7 +219,9 @@ class TriAccel:
                     micro_batch_size=micro,
                     minimum=min(self._minimum_micro, samples),
                     on_floor=self._reach_floor,
-                    on_oom=lambda size: self._memory.out_of_memory(batch_size=size, map_version=controller.map_version),
+                    on_oom=lambda size: self._memory.out_of_memory(
+                        batch_size=size, map_version=controller.map_version
+                    ),
                     ladder=self.config.batch.rungs,
                 )
             else:
@@ -237,10 +239,21 @@ class TriAccel:
         self.optimizer.zero_grad(set_to_none=True)
         mean = getattr(loss_fn, "reduction", "mean") != "sum"
         parts = (
-            [(inputs, targets)] if micro >= samples else split_batch(
-            (inputs, targets), micro_batch_sizes(samples, micro, minimum=min(self._minimum_micro, samples))
+            [(inputs, targets)]
+            if micro >= samples
+            else split_batch(
+                (inputs, targets),
+                micro_batch_sizes(samples, micro, minimum=min(self._minimum_micro, samples)),
+            )
         )
-        )
+        if self._updater.releases:
+            self._updater.begin_step(
+                scales=self._running().rate.scales,
+                factor=self._rate_factor(),
+                statistics=self._statistics_due,
+                loss_scale=self._scaler.value if self._scaling else None,
+                micro_batches=len(parts),
+            )
         total: torch.Tensor | None = None
         for part in parts:
             with self._caster.forward():
@@ -266,11 +279,13 @@ class TriAccel:
                 "no layer of the model got a gradient in this step: the loss does not depend on its parameters, "
                 "or backward was not called; nothing was updated"
             )
+        if self._updater.releases:
+            return self._finish_release(samples)
         start = time.perf_counter()
         if self._scaling:
             self._scaler.unscale_(grads)
         self._found = self._statistics.nonfinite_layers() if self._guarded or self._scaling else ()
-        if not self._found and self._guarded and self._step % self.config.precision.stats_every == 0:
+        if not self._found and self._statistics_due:
             self._statistics.read(batch_size=samples)
         self._controller_seconds += time.perf_counter() - start
         if self._scaling:
@@ -283,6 +298,21 @@ class TriAccel:
             torch.nn.utils.clip_grad_norm_([p for p in grads], self.config.max_grad_norm)
         self._updater.step(scales=controller.rate.scales, factor=self._rate_factor())
         self._skips = 0
+        self._updates += 1
+        return True
+
+    @property
+    def _statistics_due(self) -> bool:
+        return self._guarded and self._step % self.config.precision.stats_every == 0
+
+    def _finish_release(self, samples: int) -> bool:
+        """Gradient release: the parameters moved in backward; a non-finite gradient has held back its own parameter only."""
+        controller = self._running()
+        self._updater.step(scales=controller.rate.scales, factor=self._rate_factor())
+        self._found = self._updater.found_inf
+        if self._statistics_due and not self._found and self._updater.gradient_stats is not None:
+            self._statistics.take(self._updater.gradient_stats, batch_size=samples)
+        self._skips = self._skips + 1 if self._found else 0
         self._updates += 1
         return True
 
