@@ -121,8 +121,8 @@ class GradientRelease:
         if parameter in self._arrived:
             raise TriAccelError(
                 f"parameter {self._names.get(parameter, '?')!r} got a second gradient in one step and has been updated "
-                "with the first: gradient  release cannot go with accumulation or a second backward; call begin_step before and step after each "
-                "backward, or switch engine.gradient_release off"
+                "with the first: gradient release cannot go with accumulation or a second backward; call begin_step before and "
+                "step after each backward, or switch engine.gradient_release off"
             )
         self._arrived[parameter] = None
         with torch.no_grad():

@@ -10,7 +10,6 @@ Eager reference: ``reference.grad_stats``. Source: ours.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -144,6 +143,11 @@ def gather_kernel(
         tl.store(result + 4, tl.max(top).to(tl.float64))
         tl.store(result + 5, tl.sum(nonzero))
         tl.store(result + 6, tl.sum(tiny))
+    else:
+        missing = tl.full((), float("nan"), tl.float64)
+        tl.store(result + 4, missing)
+        tl.store(result + 5, missing)
+        tl.store(result + 6, missing)
 
 
 _ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -151,7 +155,7 @@ _ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float
 
 def gather(partials: Tensor, plan: ChunkPlan, *, extremes: bool) -> GradStats:
     """Add the partials of each segment, on the device."""
-    values = torch.full((plan.segments, 7), math.nan, dtype=torch.float64, device=partials.device)
+    values = torch.empty(plan.segments, 7, dtype=torch.float64, device=partials.device)
     if plan.segments:
         gather_kernel[(plan.segments,)](
             partials, plan.start, plan.count, values, EXTREMES=extremes, GATHER=GATHER, num_warps=4
@@ -170,6 +174,8 @@ def grad_stats(
     *,
     segment_count: int,
     extremes: bool = False,
+    block: int = BLOCK,
+    warps: int = WARPS,
 ) -> GradStats:
     """Statistics of each segment's gradients; see ``triaccel.kernels.grad_stats``."""
     device = grads[0].device
@@ -195,8 +201,8 @@ def grad_stats(
                 ELEMENT=_ELEMENTS[dtype],
                 ALIGNED=aligned(addresses),
                 EXTREMES=extremes,
-                BLOCK=BLOCK,
-                num_warps=WARPS,
+                BLOCK=block,
+                num_warps=warps,
             )
         stats = gather(partials, plan, extremes=extremes)
         result = stats if result is None else result.merged(stats)

@@ -24,13 +24,13 @@ from .chunks import chunk_plan, flat, same_order, send
 from .rules import AdamWRule, GradStats, UpdateRule
 from .triton_stats import add_partials, aligned, gather, write_partials
 
-__all__ = ["BLOCK", "fused_update_", "update_kernel", "warps"]
+__all__ = ["BLOCK", "default_warps", "fused_update_", "update_kernel"]
 
 BLOCK = 1024
 """Entries per turn of the loop in one program."""
 
 
-def warps(*, stats: bool, low: bool) -> int:
+def default_warps(*, stats: bool, low: bool) -> int:
     """Warps per program, the fewest and the most that spill no register on any target (``compile_targets``)."""
     return 8 if stats and not low else 4
 
@@ -259,6 +259,8 @@ def fused_update_(
     seed: int = 0,
     sequence: int = 0,
     keys: Sequence[int] | None = None,
+    block: int = BLOCK,
+    warps: int | None = None,
 ) -> GradStats | None:
     """Update in place; see ``triaccel.kernels.fused_update_``."""
     device = parameters[0].device
@@ -322,7 +324,7 @@ def fused_update_(
             EXTREMES=extremes,
             SKIP=0 if found_inf is None else 1 if found_inf.numel() == 1 else 2,
             ALIGNED=aligned(addresses),
-            BLOCK=BLOCK,
-            num_warps=warps(stats=segments is not None, low=low),
+            BLOCK=block,
+            num_warps=warps or default_warps(stats=segments is not None, low=low),
         )
     return gather(partials, plan, extremes=extremes) if segments is not None else None
