@@ -88,6 +88,8 @@ class PrecisionConfig(_Frozen):
     """``cost``: lower a layer only where a measurement says it gains. ``None``: ``off`` under ``paper``, ``cost`` otherwise."""
     prefer: Literal["time", "memory"] = "time"
     """What a lower format must gain; under memory pressure bytes count in either case."""
+    memory_pressure: Fraction = 0.90
+    """Utilisation of the memory budget from which on bytes count instead of seconds; with a cost table only."""
     pin: dict[str, Precision] = Field(default_factory=dict)
     """Layer name patterns (``fnmatch``) to a fixed format: ``{"fc": "fp32", "features.0.*": "bf16"}``. Always wins."""
     ladder: tuple[Precision, ...] | None = None

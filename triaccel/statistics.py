@@ -1,0 +1,235 @@
+"""Running statistics of each layer's gradient: few passes, no ``.item()`` per parameter, one host sync per control tick.
+
+For layer l with n gradient entries g (unscaled mean-loss gradient, all its parameters), at every reading
+
+    v = (Σ g² / n − (Σ g / n)²) · B / B_ref,        mean ← decay·mean + (1 − decay)·v
+
+``B / B_ref`` brings the noise of a batch of B to a reference batch, so growing the batch does not look like falling variance;
+the running mean is corrected for its start at 0. A tensor with a non-finite entry leaves its layer out of that reading.
+
+Non-finite gradients are looked for at *every* step, through the norms: one read of the gradients and one sync, names only when
+something is wrong. A reading reuses those norms and adds one more pass (Σ g), so the reaction time of the variance is
+``stats_every`` steps, that of the skip one step. Cost on 2 CPU cores, 11 M gradients: 1.2 ms a step, 2.5 ms more a reading.
+Source: ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .layers import Layer
+from .types import LayerStats, TriAccelError
+
+__all__ = ["GradientStatistics"]
+
+_SMALLEST_FP16 = 2.0**-24
+
+
+class GradientStatistics:
+    """Statistics of ``.grad`` per layer.
+
+    Args:
+        layers: the model's layers; those without parameters of their own have no statistics.
+        decay: decay of the running mean per reading, in [0, 1).
+        reference_batch: B_ref, samples.
+        count_underflow: whether to count entries that FP16 would flush to zero (three more passes per reading).
+
+    Attributes:
+        count_underflow: as above; may be changed at any time.
+        order: layer names in order of execution, where known; ``nonfinite_layers`` names the last first.
+    """
+
+    def __init__(
+        self, layers: Sequence[Layer], *, decay: float, reference_batch: int, count_underflow: bool
+    ) -> None:
+        self.count_underflow = count_underflow
+        self._decay = decay
+        self._reference_batch = reference_batch
+        self._names = tuple(layer.name for layer in layers)
+        self.order: Sequence[str] = self._names
+        self._parameters = [(row, p) for row, layer in enumerate(layers) for p in layer.parameters]
+        self._device = self._parameters[0][1].device if self._parameters else torch.device("cpu")
+        # Rows of `_running`: weighted sum of v, weight, underflow fraction's weighted sum, its weight.
+        self._running = torch.zeros(4, len(layers), dtype=torch.float64, device=self._device)
+        self._square_norm: Tensor | float | None = None
+        self._nonfinite = dict.fromkeys(self._names, 0)
+        self._norms: tuple[list[Tensor], Tensor] | None = None
+        self._index: tuple[tuple[int, ...], Tensor, Tensor] | None = None
+
+    # ---------------------------------------------------------------- reading gradients
+
+    def nonfinite_layers(self) -> tuple[str, ...]:
+        """Layers with a non-finite entry in ``.grad``, nearest the loss first; empty in almost every step.
+
+        Call it once after the gradients of a step are complete and unscaled, before anything changes them.
+        """
+        _, grads = self._gradients()
+        self._norms = None
+        if not grads:
+            return ()
+        with torch.no_grad():
+            norms = self._foreach_norms(grads)
+            self._norms = (grads, norms)
+            if bool(torch.isfinite(norms.sum())):
+                return ()
+            return self._name_nonfinite()
+
+    def _name_nonfinite(self) -> tuple[str, ...]:
+        """Exact and slow: a norm can overflow although every entry is finite."""
+        rows, grads = self._gradients()
+        counts = torch.stack([(g.numel() - torch.isfinite(g).sum()).to(self._device) for g in grads]).tolist()
+        bad: dict[str, int] = {}
+        for row, count in zip(rows, counts, strict=True):
+            if count:
+                bad[self._names[row]] = bad.get(self._names[row], 0) + count
+        for name, count in bad.items():
+            self._nonfinite[name] += count
+        position = {name: i for i, name in enumerate(self._names)}
+        position.update({name: len(self._names) + i for i, name in enumerate(self.order)})
+        return tuple(sorted(bad, key=lambda name: position[name], reverse=True))
+
+    def read(self, *, batch_size: int) -> None:
+        """Take the current gradients into the running means, without a host sync.
+
+        Args:
+            batch_size: samples that the gradient is the mean over.
+        """
+        rows, grads = self._gradients()
+        if not grads:
+            return
+        with torch.no_grad():
+            known, self._norms = self._norms, None
+            if (
+                known is not None
+                and len(known[0]) == len(grads)
+                and all(a is b for a, b in zip(known[0], grads, strict=True))
+            ):
+                norms = known[1]
+            else:
+                norms = self._foreach_norms(grads)
+            index, count = self._layer_index(tuple(rows), grads)
+            squares = norms.double().square_()
+            sums = torch.stack([g.sum(dtype=torch.float32).to(self._device) for g in grads]).double()
+            size = len(self._names)
+            total = torch.zeros(2, size, dtype=torch.float64, device=self._device)
+            total[0].index_add_(0, index, squares)
+            total[1].index_add_(0, index, sums)
+            mean = total[1] / count
+            variance = (total[0] / count - mean * mean).clamp_min_(0.0) * (batch_size / self._reference_batch)
+            self._accumulate(0, variance)
+            self._square_norm = squares.sum()
+            if self.count_underflow:
+                self._read_underflow(index, grads)
+
+    def _read_underflow(self, index: Tensor, grads: list[Tensor]) -> None:
+        counts = torch.stack(
+            [
+                torch.stack([((g.abs() < _SMALLEST_FP16) & (g != 0)).sum(), (g != 0).sum()]).to(self._device)
+                for g in grads
+            ],
+            dim=1,
+        ).double()
+        per_layer = torch.zeros(2, len(self._names), dtype=torch.float64, device=self._device)
+        per_layer.index_add_(1, index, counts)
+        self._accumulate(2, per_layer[0] / per_layer[1])
+
+    def _accumulate(self, row: int, value: Tensor) -> None:
+        """Running mean of ``value`` per layer; entries that are not finite (or not measured) leave it as it is."""
+        good = torch.isfinite(value)
+        keep = torch.where(good, self._decay, 1.0)
+        self._running[row].mul_(keep).add_(torch.where(good, value * (1.0 - self._decay), 0.0))
+        self._running[row + 1].mul_(keep).add_(torch.where(good, 1.0 - self._decay, 0.0))
+
+    def _gradients(self) -> tuple[list[int], list[Tensor]]:
+        rows, grads = [], []
+        for row, parameter in self._parameters:
+            grad = parameter.grad
+            if grad is None:
+                continue
+            if grad.is_sparse:
+                grad = grad.coalesce().values()
+            if grad.is_complex():
+                grad = torch.view_as_real(grad)
+            if grad.numel():
+                rows.append(row)
+                grads.append(grad)
+        return rows, grads
+
+    def _foreach_norms(self, grads: list[Tensor]) -> Tensor:
+        return torch.stack([norm.to(self._device) for norm in torch._foreach_norm(grads)])
+
+    def _layer_index(self, rows: tuple[int, ...], grads: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Layer of each gradient, and entries per layer (0 / 0 is the NaN of a layer without a gradient)."""
+        if self._index is None or self._index[0] != rows:
+            present = [p for _, p in self._parameters if p.grad is not None and p.numel()]
+            counts = [0.0] * len(self._names)
+            for row, parameter in zip(rows, present, strict=True):
+                counts[row] += parameter.numel() * (2 if parameter.is_complex() else 1)
+            self._index = (
+                rows,
+                torch.tensor(rows, device=self._device),
+                torch.tensor(counts, dtype=torch.float64, device=self._device),
+            )
+        return self._index[1], self._index[2]
+
+    # ---------------------------------------------------------------- results
+
+    def snapshot(self) -> dict[str, LayerStats]:
+        """Statistics per layer, one host sync; counts of non-finite entries start again at 0."""
+        packed = torch.cat([self._running.flatten(), self._square_norm_tensor()]).tolist()
+        size = len(self._names)
+        if self._square_norm is not None:
+            self._square_norm = packed[-1]
+        stats = {}
+        for i, name in enumerate(self._names):
+            value, weight, under, under_weight = (packed[i + k * size] for k in range(4))
+            stats[name] = LayerStats(
+                variance=value / weight if weight else None,
+                nonfinite=self._nonfinite[name],
+                underflow=under / under_weight if under_weight else None,
+            )
+        self._nonfinite = dict.fromkeys(self._names, 0)
+        return stats
+
+    def _square_norm_tensor(self) -> Tensor:
+        value = self._square_norm
+        if isinstance(value, Tensor):
+            return value.reshape(1)
+        return torch.tensor([value or 0.0], dtype=torch.float64, device=self._device)
+
+    def gradient_square_norm(self) -> float | None:
+        """|g|² of the last reading; ``None`` before the first, or when it was not finite. No sync right after ``snapshot``."""
+        if isinstance(self._square_norm, Tensor):
+            self._square_norm = float(self._square_norm)
+        value = self._square_norm
+        return value if value is not None and value - value == 0.0 else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values."""
+        return {
+            "names": list(self._names),
+            "running": self._running.cpu().clone(),
+            "square_norm": self.gradient_square_norm(),
+            "nonfinite": dict(self._nonfinite),
+            "order": list(self.order),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Inverse of ``state_dict``.
+
+        Raises:
+            TriAccelError: the state is of another model.
+        """
+        if tuple(state["names"]) != self._names:
+            raise TriAccelError(
+                f"these statistics are of another model: it has {len(state['names'])} layers, this one {len(self._names)}, "
+                "or they have other names; load them with the model that they were saved with"
+            )
+        self._running.copy_(state["running"])
+        self._square_norm = state["square_norm"]
+        self._nonfinite = dict(state["nonfinite"])
+        self.order = tuple(state["order"])
