@@ -121,8 +121,7 @@ def _off_cpu() -> dict[Precision, str]:
     for precision in (Precision.FP16, Precision.BF16):
         name = precision.value
         supported = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
-        if not torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-             or supported is None or not supported():
+        if supported is None or not supported():  # also where PyTorch was built without oneDNN
             missing = f"oneDNN has no {name} kernels for this CPU"
         elif precision is Precision.BF16 and not _cpu_has_bf16():
             missing = "this CPU has no BF16 instructions (AVX512-BF16, AMX-BF16): oneDNN emulates them"

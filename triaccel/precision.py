@@ -10,8 +10,9 @@
 Statistics set how low each layer *may* go (its bound). A bound falls when v is below a threshold, rises when v is above
 ``hysteresis`` times it, and stays ``min_dwell`` ticks in between. Overflow first backs the loss scale off (``loss_scale``);
 after ``overflow_patience`` skips in a row, or at the scale's floor, the layer nearest the loss with a non-finite gradient is
-promoted by name, for a hold that doubles each time. Within the bounds the map is the cheapest on this device (``cost.best_map``): in seconds,
-or in bytes under memory pressure; without a gate it is the bound itself, moved up to the ladder. A pin always wins.
+promoted by name, for a hold that doubles each time. Within the bounds the map is the cheapest on this device
+(``cost.best_map``): in seconds, or in bytes under memory pressure; without a gate it is the bound itself, moved up to the
+ladder. A pin always wins.
 Cost: some µs per layer a tick, and a min-cut when a bound changed.
 """
 
