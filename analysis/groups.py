@@ -1,0 +1,275 @@
+"""Records that may stand in one table: same grid, model, data set, epochs and hardware; and the label of each arm.
+
+Times of different hardware never meet, since hardware is part of the key. A group whose cells ran different training
+sources is refused unless asked for, and then says so. Arms are labelled ``name``, ``name@batch`` where the grid
+runs it at several batches, ``+ engine`` where gradient release or the fused update were on, and with the settings that differ where two
+cells of one arm and seed differ in their configuration alone. Source: ours (the harness's rule of blocks).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .records import Record, RecordError
+
+__all__ = ["COMPONENTS", "FACTORIAL_ARMS", "STATIC_ARMS", "Group", "MixedCode", "hardware", "make_groups"]
+
+STATIC_ARMS = ("fp32", "amp-bf16", "amp-fp16", "profiled-static")
+"""Static settings among which "the best static setting" is chosen."""
+COMPONENTS = ("precision", "curvature", "batch")
+FACTORIAL_ARMS = (
+    "off",
+    "precision",
+    "curvature",
+    "batch",
+    "precision+curvature",
+    "precision+batch",
+    "curvature+batch",
+    "tri-accel",
+)
+"""The eight arms of the 2³ design."""
+_ORDER = (*STATIC_ARMS, *FACTORIAL_ARMS, "tri-accel-paper", "replay")
+_LENIENT = ("cpu", "quick", "gpu-check")
+
+
+class MixedCode(RecordError):
+    """Cells of one group ran different training sources."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Cells that may be compared.
+
+    Attributes:
+        grid: name of the grid.
+        model, dataset: what was trained.
+        epochs: passes over the training set.
+        hardware: device and threads, as the tables show it.
+        arms: records by arm label, in table order; each list by seed.
+        best_static: label of the best static setting, or ``None`` where no static arm is done.
+        best_static_why: how it was chosen.
+        mixed_code: hashes of the training sources if there are several, else empty.
+    """
+
+    grid: str
+    model: str
+    dataset: str
+    epochs: float
+    hardware: str
+    arms: Mapping[str, tuple[Record, ...]]
+    best_static: str | None
+    best_static_why: str
+    mixed_code: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Short title: model on data set."""
+        return f"{self.model} on {self.dataset}"
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """All records, in table order."""
+        return tuple(record for records in self.arms.values() for record in records)
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether this group trained on a CUDA device."""
+        return any(record.on_cuda for record in self.records)
+
+    @property
+    def margin(self) -> float:
+        """Non-inferiority margin in accuracy points: 1.5 for the short grids, 0.5 for ``full`` and any other."""
+        return 1.5 if self.grid in _LENIENT else 0.5
+
+    def done(self, label: str) -> tuple[Record, ...]:
+        """Finished records of an arm, by seed."""
+        return tuple(record for record in self.arms.get(label, ()) if record.done)
+
+    def factorial(self, arm: str, *, engine: bool = False) -> str:
+        """Label of one of the eight arms."""
+        return f"{arm} + engine" if engine else arm
+
+
+def hardware(record: Record) -> str:
+    """Device and threads that a record's times belong to."""
+    seen = record.provenance
+    device = seen.get("gpu") if record.on_cuda else seen.get("cpu")
+    if isinstance(device, Mapping):
+        device = device.get("name") or json.dumps(device, sort_keys=True)
+    text = " ".join(str(device or "unknown device").split())
+    threads = seen.get("threads")
+    if isinstance(threads, Mapping):
+        threads = threads.get("torch", threads.get("intra_op"))
+    return text if record.on_cuda or threads is None else f"{text}, {threads} threads"
+
+
+def make_groups(
+    records: Iterable[Record], *, allow_mixed_code: bool = False, best_static: Mapping[str, str] | None = None
+) -> list[Group]:
+    """Groups in a fixed order.
+
+    Args:
+        records: of any grids.
+        allow_mixed_code: accept groups whose cells ran different sources, and mark them.
+        best_static: label of the best static setting by model name; overrides the grid's own ``spec.best_static``.
+
+    Raises:
+        MixedCode: sources differ within a group and ``allow_mixed_code`` is off.
+        RecordError: two cells of one arm and seed with the same configuration, or an unknown ``best_static``.
+    """
+    keyed: dict[tuple[Any, ...], list[Record]] = {}
+    waiting: list[Record] = []
+    for record in records:
+        if record.provenance.get("cpu") or record.provenance.get("gpu"):
+            keyed.setdefault((*_setting(record), hardware(record)), []).append(record)
+        else:
+            waiting.append(record)
+    for (
+        record
+    ) in waiting:  # not run, or it failed before its provenance was known: beside the cells of its setting
+        fitting = sorted(key for key in keyed if key[:-1] == _setting(record))
+        keyed.setdefault(fitting[0] if fitting else (*_setting(record), "unknown device"), []).append(record)
+    groups = []
+    for (grid, model, dataset, epochs, device), members in sorted(keyed.items()):
+        sources = tuple(
+            sorted({str(r.provenance["sources_hash"]) for r in members if r.provenance.get("sources_hash")})
+        )
+        if len(sources) > 1 and not allow_mixed_code:
+            count = Counter(str(r.provenance.get("sources_hash")) for r in members)
+            raise MixedCode(
+                f"{model} on {dataset} ({grid}): cells ran {len(sources)} versions of the training sources "
+                f"({', '.join(f'{key[:12]}: {count[key]} cells' for key in sources)}), so a difference between arms may be one of code; "
+                "run the cells again with one version, or pass --allow-mixed-code to compare all the same"
+            )
+        arms = _labelled(members)
+        chosen, why = _best_static(arms, model, dataset, members[0].spec, best_static or {})
+        groups.append(
+            Group(
+                grid, model, dataset, epochs, device, arms, chosen, why, sources if len(sources) > 1 else ()
+            )
+        )
+    return groups
+
+
+def _setting(record: Record) -> tuple[str, str, str, float]:
+    return (record.grid, record.model, record.dataset, record.epochs)
+
+
+def _labelled(members: Sequence[Record]) -> dict[str, tuple[Record, ...]]:
+    batches: dict[str, set[Any]] = {}
+    for record in members:
+        batches.setdefault(record.arm.partition("@")[0], set()).add(record.cell.get("batch"))
+    found: dict[str, list[Record]] = {}
+    for record in members:
+        base, at, _ = record.arm.partition("@")
+        usual = _usual_batch(members, base)
+        batch = record.cell.get("batch")
+        several = not at and len(batches[base]) > 1 and batch != usual
+        label = f"{base}@{batch}" if several else record.arm
+        found.setdefault(label + (" + engine" if record.engine else ""), []).append(record)
+    labelled: dict[str, list[Record]] = {}
+    for label, records in found.items():
+        for record, suffix in zip(records, _suffixes(label, records), strict=True):
+            labelled.setdefault(label + suffix, []).append(record)
+    order = sorted(labelled, key=_arm_order)
+    return {label: tuple(sorted(labelled[label], key=lambda r: (r.seed, r.id))) for label in order}
+
+
+def _usual_batch(members: Sequence[Record], base: str) -> Any:
+    count = Counter(r.cell.get("batch") for r in members if r.arm == base)
+    return min(count, key=lambda b: (-count[b], b or 0)) if count else None
+
+
+def _suffixes(label: str, records: Sequence[Record]) -> list[str]:
+    """``" [precision.prefer=memory]"`` where cells of one arm and seed differ in their configuration; else nothing."""
+    seeds = Counter(record.seed for record in records)
+    if max(seeds.values()) == 1:
+        return ["" for _ in records]
+    flat = [_flatten(record.config) for record in records]
+    keys = {key for one in flat for key in one if key != "seed"}
+    differing = sorted(key for key in keys if len({repr(one.get(key)) for one in flat}) > 1)
+    variants = [tuple((key, one.get(key)) for key in differing) for one in flat]
+    if max(Counter((r.seed, repr(v)) for r, v in zip(records, variants, strict=True)).values()) > 1:
+        raise RecordError(
+            f"arm {label!r} has two cells with one seed and one configuration "
+            f"({', '.join(sorted(r.id for r in records)[:4])}); the records of two runs are mixed: read one --records folder at a time"
+        )
+    count = Counter(map(repr, variants))
+    usual = min(count, key=lambda v: (-count[v], v))
+    return [
+        "" if repr(v) == usual else f" [{', '.join(f'{key}={value}' for key, value in v)}]" for v in variants
+    ]
+
+
+def _flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, item in value.items():
+        if isinstance(item, Mapping):
+            flat |= _flatten(item, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = item
+    return flat
+
+
+def _arm_order(label: str) -> tuple[Any, ...]:
+    name, _, rest = label.partition(" ")
+    base, _, batch = name.partition("@")
+    place = _ORDER.index(base) if base in _ORDER else len(_ORDER)
+    return (bool(rest), place, base, int(batch) if batch.isdigit() else 0, rest)
+
+
+def _best_static(
+    arms: Mapping[str, tuple[Record, ...]],
+    model: str,
+    dataset: str,
+    spec: Mapping[str, Any],
+    given: Mapping[str, str],
+) -> tuple[str | None, str]:
+    named: Any = given.get(model) or spec.get("best_static")
+    if isinstance(named, Mapping):
+        named = named.get(f"{model}/{dataset}") or named.get(model)
+    if named:
+        if named not in arms and f"{named}".endswith("@96"):
+            named = str(named).removesuffix("@96")
+        if named in arms:
+            return str(named), "chosen on seeds apart from the reported ones"
+        if given.get(model):
+            raise RecordError(f"--best-static {model}={named}: no such arm; the arms are {', '.join(arms)}")
+    seeds = [set(_seeds(arms[label])) for label in arms if _is_static(label) and _seeds(arms[label])]
+    most = max(map(len, seeds), default=0)
+    fits = {
+        label: [r for r in arms[label] if r.done]
+        for label in arms
+        if _is_static(label) and len(_seeds(arms[label])) == most and most
+    }
+    if not fits:
+        return None, "no static arm is done"
+    accuracy = {label: _mean(_chosen_by(r) for r in records) for label, records in fits.items()}
+    good = [label for label in fits if accuracy[label] >= max(accuracy.values()) - 0.01]
+    fastest = min(good, key=lambda label: (_mean(r.metrics["train_seconds"] for r in fits[label]), label))
+    return (
+        fastest,
+        "chosen among the static arms of these records, on the reported seeds themselves: a choice in their favour",
+    )
+
+
+def _is_static(label: str) -> bool:
+    return label.partition("@")[0] in STATIC_ARMS
+
+
+def _seeds(records: Sequence[Record]) -> list[int]:
+    return [record.seed for record in records if record.done]
+
+
+def _chosen_by(record: Record) -> float:
+    value = record.metrics.get("validation_accuracy")
+    return float(record.metrics["test_accuracy"] if value is None else value)
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
