@@ -79,7 +79,7 @@ def variants() -> Iterator[Variant]:
             {"EXTREMES": extremes, "GATHER": grad_stats.GATHER},
             4,
         )
-    scalars = dict.fromkeys(("inv_scale", "momentum", "dampening", "eps", "beta2"), "fp32")
+    scalars = dict.fromkeys(("inv_scale", "momentum", "rest1", "eps", "rest2"), "fp32")
     for adam, momentum, nesterov, low, stats in (
         (False, False, False, False, False),
         (False, True, False, False, False),
