@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from .logs import Series
-from .records import Record, RecordError, Run, make_record
+from .record import Record, RecordError, make_record
+from .records import Run
 
 __all__ = ["compact_files", "read_compact", "slug", "write_compact"]
 

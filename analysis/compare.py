@@ -1,4 +1,4 @@
-"""Paired comparisons of two arms within blocks, the primary family, and time to a target accuracy.
+"""Paired comparisons of two arms within blocks, and the primary family.
 
 A pair is two finished cells of one seed in one block on one host. Pairs are refused, with the reason, where the blocks or hosts
 differ, and, for times, where a cell ran on a shared machine: a refused pair is counted, never averaged in. Accuracy is a
@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from .groups import Group
-from .records import Record
+from .record import Record
 from .stats import Estimate, NonInferiority, bca, holm, non_inferiority, paired_t, sign_flip
 
 __all__ = [
@@ -32,8 +32,6 @@ __all__ = [
     "primary_family",
     "ratio_of",
     "response",
-    "target_accuracy",
-    "time_to_target",
 ]
 
 Outcome = Literal["accuracy", "time", "bytes"]
@@ -233,23 +231,3 @@ def _judged(one: Primary, p_holm: float | None) -> Primary:
     elif verdict == "non-inferior" and not clear:
         verdict = "inconclusive"
     return Primary(one.group, one.hypothesis, one.comparison, one.non_inferiority, one.p, p_holm, verdict)
-
-
-def target_accuracy(group: Group, *, margin: float | None = None) -> float | None:
-    """Fraction that counts as reached: the mean final test accuracy of fp32 less the margin; ``None`` without fp32."""
-    finals = [record.metrics["test_accuracy"] for record in group.done("fp32")]
-    return sum(finals) / len(finals) - (margin or group.margin) / 100 if finals else None
-
-
-def time_to_target(record: Record, target: float) -> float | None:
-    """Training seconds at the first evaluation with at least ``target`` test accuracy; ``None`` if never.
-
-    No interpolation: the answer is as coarse as the evaluations. ``None`` too on a shared machine.
-    """
-    if not record.done or record.shared_machine:
-        return None
-    evals: Mapping[str, list[float | None]] = record.series.evals
-    for seconds, accuracy in zip(evals.get("train_seconds", ()), evals.get("accuracy", ()), strict=False):
-        if seconds is not None and accuracy is not None and accuracy >= target:
-            return float(seconds)
-    return None

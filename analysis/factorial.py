@@ -16,7 +16,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from .groups import COMPONENTS, FACTORIAL_ARMS
+from .labels import COMPONENTS, FACTORIAL_ARMS
 from .stats import Estimate, paired_t
 
 __all__ = ["EFFECTS", "Effect", "contrast", "factorial_effects"]

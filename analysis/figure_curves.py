@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from .compare import target_accuracy, time_to_target
 from .figures import arm_style, featured, legend_below, new_figure, subtitle
 from .groups import Group
-from .records import Record
+from .record import Record
 from .stats import paired_t
+from .target import target_accuracy, time_to_target
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -185,13 +185,15 @@ def efficiency(group: Group) -> Figure | None:
                 top.plot(middle, row, color=look.colour, linewidth=0.6, alpha=0.35)
         mean = np.exp(np.nanmean(np.log(rows), axis=0))
         top.plot(
-            middle, mean, color=look.colour, linestyle=look.line, marker=look.marker, linewidth=look.width, markersize=4.5, label=label
+            middle, mean, color=look.colour, linestyle=look.line, marker=look.marker, linewidth=look.width, markersize=4.5,
+            label=label,
         )  # fmt: skip
         shares = [share for share in (low_share(record, fractions) for record in group.done(label)) if share]
         if shares:
             mean_share = 100 * np.mean(shares, axis=0)
             bottom.step(
-                [100 * f for f in fractions], mean_share, where="post", color=look.colour, linestyle=look.line, linewidth=look.width
+                [100 * f for f in fractions], mean_share, where="post", color=look.colour, linestyle=look.line,
+                linewidth=look.width,
             )  # fmt: skip
     top.axhline(1.0, color="#000000", linewidth=1.0)
     top.annotate(

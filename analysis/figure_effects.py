@@ -87,8 +87,10 @@ def paper_figure(groups: Sequence[Group]) -> Figure | None:
     for axes, panel in zip(grid[:, 0], panels, strict=True):
         place, ticks, labels = 0, [], []
         for reported in panel:
-            axes.annotate(reported.label, (0.0, place), xycoords=("axes fraction", "data"), fontsize=8, fontweight="bold", va="center",
-                          xytext=(3, 0), textcoords="offset points", bbox={"facecolor": "white", "edgecolor": "none", "pad": 1}, zorder=5)  # fmt: skip
+            axes.annotate(
+                reported.label, (0.0, place), xycoords=("axes fraction", "data"), fontsize=8, fontweight="bold", va="center",
+                xytext=(3, 0), textcoords="offset points", zorder=5,
+            )  # fmt: skip
             place += 1
             axes.barh(
                 place,
@@ -100,7 +102,7 @@ def paper_figure(groups: Sequence[Group]) -> Figure | None:
                 linewidth=0.6,
                 zorder=1,
             )
-            at = (f"{reported.value:+g}", (reported.value, place))
+            at = (f"{reported.value:+g}".replace("-", "−"), (reported.value, place))
             axes.annotate(
                 *at,
                 xytext=(4 if reported.value > 0 else -4, 0),
@@ -136,7 +138,8 @@ def paper_figure(groups: Sequence[Group]) -> Figure | None:
         axes.set_xlabel("change, %" if panel[0].unit == "%" else "difference, points")
     hardware = "; ".join(sorted({group.hardware for group in groups}))
     figure.suptitle(
-        f"Beside the paper (one T4 or P100; its \"up to\" figures are its best setting)\nOurs: means of paired seeds, 95 % intervals; {hardware}",
+        'Beside the paper (one T4 or P100; its "up to" figures are its best setting)\n'
+        f"Ours: means of paired seeds, 95 % intervals; {hardware}",
         x=0.01, ha="left", fontsize=9,
     )  # fmt: skip
     return figure

@@ -6,6 +6,7 @@ output. Dark is FP32, light FP16, so the map reads in grey. Source: ours.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from .figures import arm_style, legend_below, new_figure, subtitle
 from .groups import Group
-from .records import Record
+from .record import Record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -78,7 +79,8 @@ def precision_map(group: Group) -> Figure | None:
     ignored_any = False
     for axes, (label, record), (layers, edges, values) in zip(axes_grid[0], shown, grids, strict=True):
         axes.pcolormesh(
-            edges / 1000, np.arange(len(layers) + 1), values, cmap=ListedColormap(_FORMAT_COLOURS), vmin=-0.5, vmax=2.5, linewidth=0
+            edges / 1000, np.arange(len(layers) + 1), values, cmap=ListedColormap(_FORMAT_COLOURS), vmin=-0.5, vmax=2.5,
+            linewidth=0,
         )  # fmt: skip
         for index in (1, 2):
             _hatch(axes, edges / 1000, values == index, _FORMAT_HATCHES[index])
@@ -115,8 +117,8 @@ def _hatch(axes: Axes, edges: np.ndarray[Any, Any], mask: np.ndarray[Any, Any], 
                 start = column
             elif not inside and start is not None:
                 axes.barh(
-                    row + 0.5, edges[column] - edges[start], left=edges[start], height=1.0, facecolor="none", edgecolor="#00000055",
-                    hatch=hatch, linewidth=0,
+                    row + 0.5, edges[column] - edges[start], left=edges[start], height=1.0, facecolor="none",
+                    edgecolor="#00000055", hatch=hatch, linewidth=0,
                 )  # fmt: skip
                 start = None
 
@@ -226,10 +228,9 @@ def curvature(group: Group) -> Figure | None:
             edges, np.arange(len(layers) + 1), values, cmap="cividis", norm=norm, linewidth=0
         )
         bar = figure.colorbar(mesh, ax=axes, location="bottom", shrink=0.9, aspect=30)
-        if high / low < 20:
-            ticks = _ticks(low, high)
-            bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
-            bar.minorticks_off()
+        ticks = _ticks(low, high)
+        bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+        bar.minorticks_off()
         bar.set_label(name)
         axes.set_xlabel("samples seen, thousands")
         _name_layers(axes, layers)
@@ -239,4 +240,8 @@ def curvature(group: Group) -> Figure | None:
 
 
 def _ticks(low: float, high: float) -> list[float]:
+    """Five values evenly spaced in the logarithm, or whole powers of ten where the range has at least three."""
+    decades = [10.0**k for k in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)]
+    if len(decades) >= 3:
+        return decades[:: 1 + len(decades) // 7]
     return list(dict.fromkeys(float(f"{tick:.2g}") for tick in np.geomspace(low, high, 5)))

@@ -1,9 +1,8 @@
-"""Records that may stand in one table: same grid, model, data set, epochs and hardware; and the label of each arm.
+"""Records that may stand in one table: same grid, model, data set, epochs and hardware.
 
 Times of different hardware never meet, since hardware is part of the key. A group whose cells ran different training
-sources is refused unless asked for, and then says so. Arms are labelled ``name``, ``name@batch`` where the grid
-runs it at several batches, ``+ engine`` where gradient release or the fused update were on, and with the settings that differ where two
-cells of one arm and seed differ in their configuration alone. Source: ours (the harness's rule of blocks).
+sources is refused unless asked for, and then says so. The best static setting is the one that the grid names (chosen on
+seeds apart); where it names none, the fastest static arm of these records within 1 point of the best accuracy. Source: ours.
 """
 
 from __future__ import annotations
@@ -14,25 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .records import Record, RecordError
+from .labels import COMPONENTS, FACTORIAL_ARMS, STATIC_ARMS, labelled
+from .record import Record, RecordError
 
 __all__ = ["COMPONENTS", "FACTORIAL_ARMS", "STATIC_ARMS", "Group", "MixedCode", "hardware", "make_groups"]
 
-STATIC_ARMS = ("fp32", "amp-bf16", "amp-fp16", "profiled-static")
-"""Static settings among which "the best static setting" is chosen."""
-COMPONENTS = ("precision", "curvature", "batch")
-FACTORIAL_ARMS = (
-    "off",
-    "precision",
-    "curvature",
-    "batch",
-    "precision+curvature",
-    "precision+batch",
-    "curvature+batch",
-    "tri-accel",
-)
-"""The eight arms of the 2³ design."""
-_ORDER = (*STATIC_ARMS, *FACTORIAL_ARMS, "tri-accel-paper", "replay")
 _LENIENT = ("cpu", "quick", "gpu-check")
 
 
@@ -89,10 +74,6 @@ class Group:
         """Finished records of an arm, by seed."""
         return tuple(record for record in self.arms.get(label, ()) if record.done)
 
-    def factorial(self, arm: str, *, engine: bool = False) -> str:
-        """Label of one of the eight arms."""
-        return f"{arm} + engine" if engine else arm
-
 
 def hardware(record: Record) -> str:
     """Device and threads that a record's times belong to."""
@@ -142,10 +123,10 @@ def make_groups(
             count = Counter(str(r.provenance.get("sources_hash")) for r in members)
             raise MixedCode(
                 f"{model} on {dataset} ({grid}): cells ran {len(sources)} versions of the training sources "
-                f"({', '.join(f'{key[:12]}: {count[key]} cells' for key in sources)}), so a difference between arms may be one of code; "
-                "run the cells again with one version, or pass --allow-mixed-code to compare all the same"
+                f"({', '.join(f'{key[:12]}: {count[key]} cells' for key in sources)}), so a difference between arms may be "
+                "one of code; run the cells again with one version, or pass --allow-mixed-code to compare all the same"
             )
-        arms = _labelled(members)
+        arms = labelled(members)
         chosen, why = _best_static(arms, model, dataset, members[0].spec, best_static or {})
         groups.append(
             Group(
@@ -157,69 +138,6 @@ def make_groups(
 
 def _setting(record: Record) -> tuple[str, str, str, float]:
     return (record.grid, record.model, record.dataset, record.epochs)
-
-
-def _labelled(members: Sequence[Record]) -> dict[str, tuple[Record, ...]]:
-    batches: dict[str, set[Any]] = {}
-    for record in members:
-        batches.setdefault(record.arm.partition("@")[0], set()).add(record.cell.get("batch"))
-    found: dict[str, list[Record]] = {}
-    for record in members:
-        base, at, _ = record.arm.partition("@")
-        usual = _usual_batch(members, base)
-        batch = record.cell.get("batch")
-        several = not at and len(batches[base]) > 1 and batch != usual
-        label = f"{base}@{batch}" if several else record.arm
-        found.setdefault(label + (" + engine" if record.engine else ""), []).append(record)
-    labelled: dict[str, list[Record]] = {}
-    for label, records in found.items():
-        for record, suffix in zip(records, _suffixes(label, records), strict=True):
-            labelled.setdefault(label + suffix, []).append(record)
-    order = sorted(labelled, key=_arm_order)
-    return {label: tuple(sorted(labelled[label], key=lambda r: (r.seed, r.id))) for label in order}
-
-
-def _usual_batch(members: Sequence[Record], base: str) -> Any:
-    count = Counter(r.cell.get("batch") for r in members if r.arm == base)
-    return min(count, key=lambda b: (-count[b], b or 0)) if count else None
-
-
-def _suffixes(label: str, records: Sequence[Record]) -> list[str]:
-    """``" [precision.prefer=memory]"`` where cells of one arm and seed differ in their configuration; else nothing."""
-    seeds = Counter(record.seed for record in records)
-    if max(seeds.values()) == 1:
-        return ["" for _ in records]
-    flat = [_flatten(record.config) for record in records]
-    keys = {key for one in flat for key in one if key != "seed"}
-    differing = sorted(key for key in keys if len({repr(one.get(key)) for one in flat}) > 1)
-    variants = [tuple((key, one.get(key)) for key in differing) for one in flat]
-    if max(Counter((r.seed, repr(v)) for r, v in zip(records, variants, strict=True)).values()) > 1:
-        raise RecordError(
-            f"arm {label!r} has two cells with one seed and one configuration "
-            f"({', '.join(sorted(r.id for r in records)[:4])}); the records of two runs are mixed: read one --records folder at a time"
-        )
-    count = Counter(map(repr, variants))
-    usual = min(count, key=lambda v: (-count[v], v))
-    return [
-        "" if repr(v) == usual else f" [{', '.join(f'{key}={value}' for key, value in v)}]" for v in variants
-    ]
-
-
-def _flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, item in value.items():
-        if isinstance(item, Mapping):
-            flat |= _flatten(item, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = item
-    return flat
-
-
-def _arm_order(label: str) -> tuple[Any, ...]:
-    name, _, rest = label.partition(" ")
-    base, _, batch = name.partition("@")
-    place = _ORDER.index(base) if base in _ORDER else len(_ORDER)
-    return (bool(rest), place, base, int(batch) if batch.isdigit() else 0, rest)
 
 
 def _best_static(

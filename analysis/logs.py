@@ -72,7 +72,7 @@ def read_log(file: Path) -> tuple[Series, int]:
     Raises:
         RecordError: a line other than a half-written last one is not a JSON object.
     """
-    from .records import RecordError
+    from .record import RecordError
 
     lines = file.read_bytes().split(b"\n")
     events: list[dict[str, Any]] = []

@@ -1,8 +1,8 @@
 """Records to tables and figures: ``python -m analysis.make --records runs/quick --out paper_figs/quick``.
 
-Reads a run folder or committed compact records, prints the main table, and writes every table as Markdown, CSV and LaTeX and every
-figure as PNG and PDF. The same records give the same bytes. ``--readme README.md`` puts the results between that file's markers,
-``--check`` only compares them and exits 1 if they differ. ``--compact OUT DEST`` writes a run folder's records in the small
+Reads a run folder or committed compact records, prints the main table, and writes every table as Markdown, CSV and LaTeX and
+every figure as PNG and PDF. The same records give the same bytes. ``--readme README.md`` puts the results between that
+file's markers, ``--check`` only compares them and exits 1 if they differ. ``--compact OUT DEST`` writes a run folder's records in the small
 form that is committed. Heavy libraries are loaded when needed, so ``--help`` is quick. Source: ours.
 """
 
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 if TYPE_CHECKING:
     from .groups import Group
     from .records import Run
-    from .render import Table
+    from .table import Table
 
 __all__ = ["Options", "all_tables", "main", "run"]
 
@@ -51,7 +51,7 @@ def main(arguments: Annotated[Sequence[str] | None, "as on the command line"] = 
     import tyro
 
     options = tyro.cli(Options, args=arguments, prog="python -m analysis.make", description=__doc__)
-    from .records import RecordError
+    from .record import RecordError
 
     try:
         return run(options)
@@ -90,12 +90,12 @@ def run(options: Options) -> int:
     tables = all_tables(groups, margin=options.margin)
     if options.check:
         return _check(options.readme or Path("README.md"), tables)
-    _print(tables, records, groups)
     written = _write_tables(tables, options.out)
     if options.formats:
         from .figures import draw_all
 
         written += draw_all(groups, options.out, formats=options.formats, margin=options.margin)
+    _print(tables, records, groups)
     if options.readme is not None:
         from . import readme
 
@@ -106,7 +106,7 @@ def run(options: Options) -> int:
 
 
 def _best_static(pairs: Sequence[str]) -> Mapping[str, str]:
-    from .records import RecordError
+    from .record import RecordError
 
     for pair in pairs:
         if "=" not in pair:
@@ -123,7 +123,7 @@ def all_tables(groups: Sequence[Group], *, margin: float | None = None) -> dict[
         groups: as ``make_groups`` gives them.
         margin: accuracy points; ``None``: each grid's own.
     """
-    from . import table_diagnostics, table_tests, tables
+    from . import table_beside, table_diagnostics, table_tests, tables
     from .compare import Comparer
 
     comparer = Comparer()
@@ -133,11 +133,11 @@ def all_tables(groups: Sequence[Group], *, margin: float | None = None) -> dict[
         tables.ablation(groups, comparer),
         table_tests.factorial(groups),
         table_tests.comparisons(groups, comparer),
-        table_diagnostics.targets(groups, margin=margin),
+        table_beside.targets(groups, margin=margin),
         table_diagnostics.memory(groups, comparer),
         table_diagnostics.controller(groups),
         table_diagnostics.states(groups),
-        table_diagnostics.paper(groups),
+        table_beside.paper(groups),
     )
     return {table.name: table for table in found}
 

@@ -13,8 +13,9 @@ import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
-from .records import RecordError
-from .render import Table, to_markdown
+from .record import RecordError
+from .render import to_markdown
+from .table import Table
 
 __all__ = ["BEGIN", "COLUMNS", "END", "block", "check", "write"]
 

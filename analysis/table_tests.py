@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 from .compare import Comparer, Comparison, Outcome, primary_family, response
 from .factorial import factorial_effects
-from .groups import FACTORIAL_ARMS, Group
-from .render import Column, Number, Section, Table, Value, probability
+from .groups import Group
+from .labels import FACTORIAL_ARMS
 from .stats import holm
+from .table import Column, Number, Section, Table, Value, probability
 from .tables import as_points, as_ratio, fields, title
 
 __all__ = ["comparisons", "factorial", "primary", "responses"]
@@ -52,8 +53,8 @@ def factorial(groups: Sequence[Group]) -> Table:
         if rows:
             sections.append(Section(title(group), fields(group), rows))
     notes = [
-        "Effect of a component: mean of the four arms with it less the mean of the four without; an interaction is half the change "
-        "that one makes to the other's effect. Intervals: paired-t 95 % over seeds with all eight arms done.",
+        "Effect of a component: mean of the four arms with it less the mean of the four without; an interaction is half the "
+        "change that one makes to the other's effect. Intervals: paired-t 95 % over seeds with all eight arms done.",
     ]
     return Table("factorial", "Main effects and interactions of the 2³ design", columns, sections, notes)
 
@@ -106,8 +107,9 @@ def primary(groups: Sequence[Group], *, margin: float | None = None) -> Table:
         if rows:
             sections.append(Section(title(group), fields(group), rows))
     notes = [
-        "Stated before the runs. Paired t decides; sign flip and bootstrap stand beside it. Holm over the hypotheses of one model. "
-        "Accuracy is tested one-sided against the margin, time two-sided; an interval that crosses the margin is inconclusive.",
+        "Stated before the runs. Paired t decides; sign flip and bootstrap stand beside it. Holm over the hypotheses of one "
+        "model. Accuracy is tested one-sided against the margin, time two-sided; an interval that crosses the margin is "
+        "inconclusive.",
     ]
     return Table("primary", "Primary hypotheses", columns, sections, notes)
 

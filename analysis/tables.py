@@ -11,10 +11,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from .compare import Comparer, Comparison, peak_bytes, response
-from .groups import COMPONENTS, FACTORIAL_ARMS, Group
-from .records import Record
-from .render import Column, Number, Section, Table, Value
+from .groups import Group
+from .labels import COMPONENTS, FACTORIAL_ARMS
+from .record import Record
 from .stats import non_inferiority, paired_t, smallest_sign_flip_p
+from .table import Column, Number, Section, Table, Value
 
 __all__ = [
     "MIB",
@@ -178,7 +179,8 @@ def main(groups: Sequence[Group], comparer: Comparer, *, margin: float | None = 
     words = sorted({f"{margin or group.margin:g}" for group in groups})
     notes = [
         "Intervals: paired-t 95 % over seeds. Ratios: geometric means within blocks (same host, model and seed).",
-        f"Within margin: one-sided 95 % non-inferiority to fp32, margin {' or '.join(words)} points; only tri-accel's is a stated hypothesis.",
+        f"Within margin: one-sided 95 % non-inferiority to fp32, margin {' or '.join(words)} points; "
+        "only tri-accel's is a stated hypothesis.",
         "Time is all training time, controller and calibration included, evaluation excluded.",
     ]
     return Table("main", "Accuracy, training time and memory", columns, sections, notes)
