@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .limits import address_space, cgroup, headroom_bytes, resident_set_bytes, system_memory
+from .limits import address_space, cgroup, headroom_bytes, resident_set_bytes, system_memory, trim_heap
 from .live_tensors import LiveTensors, live_tensor_bytes
 from .types import MemoryReading, TriAccelError
 
@@ -32,6 +32,7 @@ __all__ = [
     "make_memory_probe",
     "other_tenants_bytes",
     "resident_set_bytes",
+    "trim_heap",
 ]
 
 _KEPT = 256
@@ -187,6 +188,9 @@ class CpuMemory(_Probe):
 
     def _available(self) -> dict[str, int | None]:
         ours = self._held
+        peak = max(self._peaks.values(), default=0)
+        if any(limit is not None and limit.free_bytes < 2 * peak for limit in (cgroup(), address_space())):
+            trim_heap()  # freed tensors that the heap keeps would count as taken
         rss = resident_set_bytes()
         system, group, space = system_memory(), cgroup(), address_space()
         return {

@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .memory import headroom_bytes, resident_set_bytes
+from .memory import headroom_bytes, resident_set_bytes, trim_heap
 from .types import TriAccelError
 
 __all__ = ["StepGuard", "is_out_of_memory", "minimum_micro_batch", "run_step_with_recovery"]
@@ -230,6 +230,7 @@ def run_step_with_recovery(
         # outside the except block: the error, its traceback and its frames are gone
         guard.restore()
         gc.collect()
+        trim_heap()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         survived += 1
