@@ -118,7 +118,7 @@ def variants() -> Iterator[Variant]:
                 "ALIGNED": True,
                 "BLOCK": fused_update.BLOCK,
             },
-            fused_update.default_warps(stats=stats, low=low),
+            fused_update.default_warps(adam=adam, stats=stats, low=low),
         )
     sizes = dict.fromkeys(("samples", "positions", "inputs", "outputs"), "i32")
     pointers = dict.fromkeys(("a", "g", "out"), "*fp32")

@@ -30,9 +30,9 @@ BLOCK = 1024
 """Entries per turn of the loop in one program."""
 
 
-def default_warps(*, stats: bool, low: bool) -> int:
+def default_warps(*, adam: bool, stats: bool, low: bool) -> int:
     """Warps per program, the fewest and the most that spill no register on any target (``compile_targets``)."""
-    return 8 if stats and not low else 4
+    return 8 if (adam or stats) and not low else 4
 
 
 @triton.jit
@@ -327,6 +327,6 @@ def fused_update_(
             SKIP=0 if found_inf is None else 1 if found_inf.numel() == 1 else 2,
             ALIGNED=aligned(addresses),
             BLOCK=block,
-            num_warps=warps or default_warps(stats=segments is not None, low=low),
+            num_warps=warps or default_warps(adam=adam, stats=segments is not None, low=low),
         )
     return gather(partials, plan, extremes=extremes) if segments is not None else None
