@@ -169,4 +169,5 @@ def test_flat_is_a_view_exactly_where_memory_is_one_run():
     assert flat(dense).sort().values.equal(dense.reshape(-1).sort().values)
     holes = torch.randn(4, 4)[:, ::2]
     assert flat(holes).equal(holes.reshape(-1))
+    assert flat(holes).is_contiguous()
     assert same_order(torch.ones(4, 3, 2, 2), dense).stride() == dense.stride()

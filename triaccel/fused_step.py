@@ -66,6 +66,7 @@ class FusedStep:
         self.backend = backend
         self.sequence = 0
         self._key: dict[nn.Parameter, int] = {}
+        self._dense: set[nn.Parameter] = set()
         self._counted: dict[nn.Parameter, tuple[Tensor, int, int]] = {}
         for group in optimizer.param_groups:
             self._check(group)
@@ -124,6 +125,10 @@ class FusedStep:
         statistics: bool,
         extremes: bool,
     ) -> GradStats | None:
+        for p in parameters:
+            if p not in self._dense:
+                _require_dense(p)
+                self._dense.add(p)
         rate = float(group["lr"])
         rule = _rule(group, adam=self._adam)
         first, second, steps = self._state(group, parameters)
@@ -188,8 +193,6 @@ class FusedStep:
         for p in parameters:
             state = self.optimizer.state[p]
             fresh = state.get(name) is None
-            if fresh:
-                _require_dense(p)
             first.append(_kept(state, name, p, self.momentum_dtype))
             if self._adam:
                 second.append(_kept(state, "exp_avg_sq", p, torch.float32))

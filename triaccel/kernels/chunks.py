@@ -106,7 +106,7 @@ def flat(tensor: Tensor) -> Tensor:
         return tensor
     if _dense(tensor):
         return tensor.as_strided((tensor.numel(),), (1,))
-    return tensor.reshape(-1)
+    return tensor.reshape(-1).contiguous()
 
 
 def same_order(tensor: Tensor, like: Tensor) -> Tensor:
