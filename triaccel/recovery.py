@@ -229,7 +229,7 @@ def run_step_with_recovery(
             _release(error)
         # outside the except block: the error, its traceback and its frames are gone
         guard.restore()
-        gc.collect()
+        gc.collect(2 if survived else 1)  # cycles of the attempt are young; a full collection can take a second
         trim_heap()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
