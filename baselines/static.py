@@ -132,6 +132,11 @@ class StaticArm:
             rate_factor=factor,
         )
 
+    @property
+    def measures_bytes(self) -> bool:
+        """Never: no policy looks at bytes."""
+        return False
+
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """FP32, ``eval()`` mode and no gradients inside: the protocol of every arm."""

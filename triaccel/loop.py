@@ -616,6 +616,11 @@ class TriAccel:
             return nullcontext()
         return self._memory.observe(batch_size=batch_size, map_version=self._running().map_version)
 
+    @property
+    def measures_bytes(self) -> bool:
+        """Whether steps are measured for a policy that looks at bytes; peaks are then in the trace."""
+        return self._guarded
+
     def _start_without_batch(self) -> None:
         unmeasured = self.calibration is None and calibration_needed(self.config)
         if unmeasured or (self._probes.enabled and self._probe_source is None):
