@@ -3,7 +3,7 @@
     python -m analysis.make --compact runs/cpu paper_figs/reference
 
 A record is already thinned when it is read (``analysis.logs``), so a compact file holds exactly what the run folder gave.
-Keys are sorted and gzip carries no date: the same records give the same bytes. Source: ours.
+Keys keep their order (that of layers is meant) and gzip carries no date: the same records give the same bytes. Source: ours.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _line(record: Record) -> str:
         "shared_machine": record.shared_machine,
         "series": record.series.to_json(),
     }
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False) + "\n"
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False) + "\n"
 
 
 def read_compact(files: Sequence[Path]) -> list[Record]:

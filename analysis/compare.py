@@ -117,7 +117,9 @@ def ratio_of(new: Record, reference: Record, outcome: Outcome) -> float:
         raise Refused(f"{what}: another model, data set or seed")
     if new.block != reference.block:
         raise Refused(f"{what}: ran in different blocks ({new.block!r}, {reference.block!r})")
-    if hardware(new) != hardware(reference) or new.provenance.get("host") != reference.provenance.get("host"):
+    if new.provenance != reference.provenance and (
+        hardware(new) != hardware(reference) or new.provenance.get("host") != reference.provenance.get("host")
+    ):
         raise Refused(f"{what}: ran on different hardware ({hardware(new)}; {hardware(reference)})")
     if outcome == "time" and (new.shared_machine or reference.shared_machine):
         raise Refused(f"{what}: timed while other work ran on the machine")

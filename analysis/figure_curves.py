@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from .figures import arm_style, featured, legend_below, new_figure, subtitle
+from .figures import MAX_LINES, arm_style, featured, legend_below, new_figure, subtitle
 from .groups import Group
 from .record import Record
 from .stats import paired_t
@@ -55,12 +55,13 @@ def accuracy_against_time(group: Group) -> Figure | None:
             mean[:, 0], mean[:, 1], color=look.colour, linestyle=look.line, marker=look.marker, linewidth=look.width,
             markersize=7 if look.marker == "*" else 4.5, label=name if alone else f"{name} (shared machine)", zorder=3,
         )  # fmt: skip
-        for record, curve in curves:
-            hollow = record.shared_machine
-            axes.scatter(
-                *curve[-1], s=14, marker=look.marker, facecolors="none" if hollow else look.colour, edgecolors=look.colour,
-                linewidths=0.7, alpha=0.45 if look.marker != "x" else 0.7, zorder=2,
-            )  # fmt: skip
+        for hollow in (False, True):
+            ends = np.array([curve[-1] for record, curve in curves if record.shared_machine == hollow])
+            if len(ends):
+                axes.scatter(
+                    ends[:, 0], ends[:, 1], s=14, marker=look.marker, facecolors="none" if hollow else look.colour,
+                    edgecolors=look.colour, linewidths=0.7, alpha=0.45, zorder=2,
+                )  # fmt: skip
     axes.set_xlabel("training time, s (controller and calibration included, evaluation excluded)")
     axes.set_ylabel("test accuracy, %")
     axes.set_xlim(left=0)
@@ -181,7 +182,7 @@ def efficiency(group: Group) -> Figure | None:
     for label, rows in curves.items():
         look = arm_style(label)
         if label == "tri-accel" and len(rows) > 1:
-            for row in rows:
+            for row in rows[:MAX_LINES]:
                 top.plot(middle, row, color=look.colour, linewidth=0.6, alpha=0.35)
         mean = np.exp(np.nanmean(np.log(rows), axis=0))
         top.plot(

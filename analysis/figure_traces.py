@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .figures import arm_style, legend_below, new_figure, subtitle
+from .figures import MAX_LINES, arm_style, legend_below, new_figure, subtitle
 from .groups import Group
 from .record import Record
 
@@ -137,7 +137,7 @@ def batch_and_memory(group: Group) -> Figure | None:
     budgets = set()
     for label in arms:
         look = arm_style(label)
-        records = [r for r in group.done(label) if r.series.steps]
+        records = [r for r in group.done(label) if r.series.steps][:MAX_LINES]
         for index, record in enumerate(records):
             steps = record.series.steps
             seen = np.array(steps["samples_seen"], dtype=float) / 1000

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = [
+    "MAX_LINES",
     "ArmStyle",
     "arm_style",
     "draw_all",
@@ -33,6 +34,8 @@ __all__ = [
     "subtitle",
 ]
 
+MAX_LINES = 10
+"""Seeds whose own lines are drawn, lowest first; points are drawn for every seed."""
 _COLOURS = (
     "#0173b2",
     "#de8f05",
@@ -64,7 +67,6 @@ _STYLES: dict[str, tuple[str, Any, str]] = {
     "replay": (_COLOURS[4], (0, (3, 1, 1, 1, 1, 1)), "X"),
 }
 _RC: dict[str, Any] = {
-    "font.family": "DejaVu Sans",
     "font.size": 8.5,
     "axes.titlesize": 9.5,
     "axes.labelsize": 8.5,
@@ -125,10 +127,12 @@ def style() -> Iterator[None]:
     import matplotlib
     import seaborn
 
-    with matplotlib.rc_context():
+    from .figure_font import small_font
+
+    with matplotlib.rc_context(), small_font() as family:
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(seaborn.axes_style("ticks"))
-        matplotlib.rcParams.update(_RC)
+        matplotlib.rcParams.update(_RC | {"font.family": family})
         yield
 
 
@@ -176,6 +180,8 @@ def save(figure: Figure, out: Path, name: str, formats: Sequence[str]) -> list[P
         "png": {"Software": None},
         "pdf": {"CreationDate": None, "ModDate": None, "Creator": None, "Producer": None},
     }
+    figure.draw_without_rendering()  # places everything once, for all formats
+    figure.set_layout_engine("none")
     written = []
     for suffix in formats:
         file = out / f"{name}.{suffix}"

@@ -50,12 +50,12 @@ def labelled(members: Sequence[Record]) -> dict[str, tuple[Record, ...]]:
     batches: dict[str, set[Any]] = {}
     for record in members:
         batches.setdefault(record.arm.partition("@")[0], set()).add(record.cell.get("batch"))
+    usual = {base: _usual_batch(members, base) if len(sizes) > 1 else None for base, sizes in batches.items()}
     found: dict[str, list[Record]] = {}
     for record in members:
         base, at, _ = record.arm.partition("@")
-        usual = _usual_batch(members, base)
         batch = record.cell.get("batch")
-        several = not at and len(batches[base]) > 1 and batch != usual
+        several = not at and len(batches[base]) > 1 and batch != usual[base]
         label = f"{base}@{batch}" if several else record.arm
         found.setdefault(label + (" + engine" if record.engine else ""), []).append(record)
     labelled: dict[str, list[Record]] = {}

@@ -9,7 +9,6 @@ most ``MAX_STEPS`` steps and ``MAX_PROBES`` probes; numbers keep 6 significant d
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -75,7 +74,13 @@ def read_log(file: Path) -> tuple[Series, int]:
     from .record import RecordError
 
     lines = file.read_bytes().split(b"\n")
-    events: list[dict[str, Any]] = []
+    try:  # one call for the whole log; line by line only to find what is wrong
+        events = json.loads(b"[" + b",".join(line for line in lines if line.strip()) + b"]")
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        events = None
+    if isinstance(events, list) and all(type(event) is dict for event in events):
+        return series_from_events(events), 0
+    events = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -151,14 +156,16 @@ def _thin_steps(steps: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def _columns(events: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, list[float | None]]:
     if not events:
         return {}
-    columns = {name: [_round(event.get(name)) for event in events] for name in names}
+    columns = {name: _rounded([event.get(name) for event in events]) for name in names}
     return {name: column for name, column in columns.items() if any(value is not None for value in column)}
 
 
-def _round(value: Any) -> Any:
-    if not isinstance(value, float):
-        return value
-    return float(f"{value:.6g}") if math.isfinite(value) else None
+def _rounded(values: Sequence[Any]) -> list[Any]:
+    """Floats at 6 significant digits, ``None`` for those that are not finite; anything else as it is."""
+    return [
+        (float("%.6g" % value) if value - value == 0.0 else None) if type(value) is float else value  # noqa: UP031 (faster)
+        for value in values
+    ]
 
 
 def _maps(events: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
@@ -188,9 +195,10 @@ def _curvature(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     layers = list(dict.fromkeys(layer for event in kept for layer in event.get("layers") or {}))
 
     def rows(name: str) -> list[list[float | None]]:
+        empty: dict[str, Any] = {}
         return [
-            [_round(((event.get("layers") or {}).get(layer) or {}).get(name)) for layer in layers]
-            for event in kept
+            _rounded([(seen.get(layer) or empty).get(name) for layer in layers])
+            for seen in (event.get("layers") or empty for event in kept)
         ]
 
     return {
@@ -198,5 +206,5 @@ def _curvature(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "layers": layers,
         "curvature": rows("curvature"),
         "scale": rows("scale"),
-        "noise_scale": [_round(event.get("noise_scale")) for event in kept],
+        "noise_scale": _rounded([event.get("noise_scale") for event in kept]),
     }

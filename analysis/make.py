@@ -1,9 +1,9 @@
 """Records to tables and figures: ``python -m analysis.make --records runs/quick --out paper_figs/quick``.
 
-Reads a run folder or committed compact records, prints the main table, and writes every table as Markdown, CSV and LaTeX and
-every figure as PNG and PDF. The same records give the same bytes. ``--readme README.md`` puts the results between that
-file's markers, ``--check`` only compares them and exits 1 if they differ. ``--compact OUT DEST`` writes a run folder's records in the small
-form that is committed. Heavy libraries are loaded when needed, so ``--help`` is quick. Source: ours.
+Reads a run folder or committed compact records, prints the main table, and writes every table as Markdown, CSV and LaTeX
+and every figure as PNG and PDF. The same records give the same bytes. ``--readme README.md`` puts the results between that
+file's markers, ``--check`` only compares them and exits 1 if they differ. ``--compact OUT DEST`` writes a run folder's
+records in the small form that is committed. Heavy libraries are loaded when needed, so ``--help`` is quick. Source: ours.
 """
 
 from __future__ import annotations
