@@ -353,7 +353,7 @@ def test_a_checkpointed_recompute_runs_under_the_same_map(reentrant):
             return checkpoint(self.body, x, use_reentrant=reentrant)
 
     model = Checkpointed()
-    caster, chosen = caster_for(model, **{"body__0": BF16, "body__3": FP32, "body__7": BF16})
+    caster, chosen = caster_for(model, body__0=BF16, body__3=FP32, body__7=BF16)
     caster.apply(chosen, version=1)
     out = run(caster, model, torch.randn(4, 3, 6, 6, requires_grad=True))
     out.sum().backward()
@@ -374,7 +374,7 @@ class Own(nn.Module):
 
 
 def test_a_custom_module_can_be_kept_in_fp32_deepspeed_5812():
-    """DeepSpeed 5812, 4689: a chosen layer is kept in FP32, also one that is no stock layer; what is inside keeps its own format."""
+    """DeepSpeed 5812, 4689: a chosen layer is kept in FP32, also one that is no stock layer; layers inside keep theirs."""
     model = nn.Sequential(nn.Linear(4, 4), Own(), nn.Linear(4, 2))
     seen = []
     model[1].inner.register_forward_pre_hook(lambda _m, inputs: seen.append(inputs[0].dtype))
@@ -451,7 +451,7 @@ def test_maps_change_without_traces_of_the_former_one():
 
 @pytest.mark.parametrize("in_place", [True, False])
 def test_compiled_code_is_made_once_per_map_and_never_keeps_an_old_one_pytorch_112260(in_place):
-    """pytorch 112260: compiled code keeps an old precision. The map is part of what dynamo guards on; the backend sees the graphs."""
+    """pytorch 112260: compiled code keeps an old precision; here the map is part of what dynamo guards on."""
     torch._dynamo.reset()
     graphs = []
 

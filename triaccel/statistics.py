@@ -21,12 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .kernels import FP16_SMALLEST, Backend, dispatch, grad_stats
 from .layers import Layer
 from .types import LayerStats, TriAccelError
 
 __all__ = ["GradientStatistics"]
 
-_SMALLEST_FP16 = 2.0**-24
+_KERNEL_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class GradientStatistics:
@@ -37,6 +38,7 @@ class GradientStatistics:
         decay: decay of the running mean per reading, in [0, 1).
         reference_batch: B_ref, samples.
         count_underflow: whether to count entries that FP16 would flush to zero (three more passes per reading).
+        backend: kernel that must run; ``None``: the fused one on a GPU that has it, PyTorch's operations elsewhere.
 
     Attributes:
         count_underflow: as above; may be changed at any time.
@@ -44,8 +46,15 @@ class GradientStatistics:
     """
 
     def __init__(
-        self, layers: Sequence[Layer], *, decay: float, reference_batch: int, count_underflow: bool
+        self,
+        layers: Sequence[Layer],
+        *,
+        decay: float,
+        reference_batch: int,
+        count_underflow: bool,
+        backend: Backend | None = None,
     ) -> None:
+        self._backend = backend
         self.count_underflow = count_underflow
         self._decay = decay
         self._reference_batch = reference_batch
@@ -102,40 +111,66 @@ class GradientStatistics:
         if not grads:
             return
         with torch.no_grad():
-            known, self._norms = self._norms, None
-            if (
-                known is not None
-                and len(known[0]) == len(grads)
-                and all(a is b for a, b in zip(known[0], grads, strict=True))
-            ):
-                norms = known[1]
-            else:
-                norms = self._foreach_norms(grads)
             index, count = self._layer_index(tuple(rows), grads)
-            squares = norms.double().square_()
-            sums = torch.stack([g.sum(dtype=torch.float32).to(self._device) for g in grads]).double()
-            size = len(self._names)
-            total = torch.zeros(2, size, dtype=torch.float64, device=self._device)
-            total[0].index_add_(0, index, squares)
-            total[1].index_add_(0, index, sums)
-            mean = total[1] / count
-            variance = (total[0] / count - mean * mean).clamp_min_(0.0) * (batch_size / self._reference_batch)
-            self._accumulate(0, variance)
+            underflow: Tensor | None = None
+            if self._one_launch(grads):
+                values = grad_stats(
+                    grads,
+                    rows,
+                    segment_count=len(self._names),
+                    extremes=self.count_underflow,
+                    backend=self._backend,
+                ).values.T.to(self._device)
+                spoilt = values[3] > 0
+                sums, squares = (torch.where(spoilt, torch.nan, values[i]) for i in (1, 2))
+                underflow = torch.where(spoilt, torch.nan, values[6] / values[5])
+            else:
+                sums, squares = self._totals(index, grads)
+                if self.count_underflow:
+                    underflow = self._underflow(index, grads)
+            self._norms = None
+            mean = sums / count
+            variance = (squares / count - mean * mean).clamp_min(0.0)
+            self._accumulate(0, variance * (batch_size / self._reference_batch))
+            if self.count_underflow and underflow is not None:
+                self._accumulate(2, underflow)
             self._square_norm = squares.sum()
-            if self.count_underflow:
-                self._read_underflow(index, grads)
 
-    def _read_underflow(self, index: Tensor, grads: list[Tensor]) -> None:
+    def _one_launch(self, grads: list[Tensor]) -> bool:
+        """Whether the fused kernel takes these: all on one GPU (or asked for)."""
+        if self._backend is None and (self._device.type != "cuda" or dispatch(self._device) == "reference"):
+            return False
+        return all(g.device == self._device and g.dtype in _KERNEL_TYPES for g in grads)
+
+    def _totals(self, index: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Sum and sum of squares per layer; the norms of this step's check are used again."""
+        known = self._norms
+        if (
+            known is not None
+            and len(known[0]) == len(grads)
+            and all(a is b for a, b in zip(known[0], grads, strict=True))
+        ):
+            norms = known[1]
+        else:
+            norms = self._foreach_norms(grads)
+        sums = torch.stack([g.sum(dtype=torch.float32).to(self._device) for g in grads]).double()
+        total = torch.zeros(2, len(self._names), dtype=torch.float64, device=self._device)
+        total[0].index_add_(0, index, sums)
+        total[1].index_add_(0, index, norms.double().square_())
+        return total[0], total[1]
+
+    def _underflow(self, index: Tensor, grads: list[Tensor]) -> Tensor:
+        """Share of the non-zero entries of each layer that FP16 flushes to zero."""
         counts = torch.stack(
             [
-                torch.stack([((g.abs() < _SMALLEST_FP16) & (g != 0)).sum(), (g != 0).sum()]).to(self._device)
+                torch.stack([((g.abs() < FP16_SMALLEST) & (g != 0)).sum(), (g != 0).sum()]).to(self._device)
                 for g in grads
             ],
             dim=1,
         ).double()
         per_layer = torch.zeros(2, len(self._names), dtype=torch.float64, device=self._device)
         per_layer.index_add_(1, index, counts)
-        self._accumulate(2, per_layer[0] / per_layer[1])
+        return per_layer[0] / per_layer[1]
 
     def _accumulate(self, row: int, value: Tensor) -> None:
         """Running mean of ``value`` per layer; entries that are not finite (or not measured) leave it as it is."""
