@@ -30,8 +30,9 @@ __all__ = ["BlockSpectrum", "TraceEstimate", "hessian_probe", "hessian_trace"]
 class _Blocks:
     """Hessian-vector products of each layer's block, over one graph of the gradient."""
 
-    def __init__(self, gradients: dict[int, Tensor | None]) -> None:
+    def __init__(self, gradients: dict[int, Tensor | None], custom: Sequence[str]) -> None:
         self._gradients = gradients
+        self._custom = custom
 
     def matvec(self, layer: Layer) -> Matvec:
         sizes = [p.numel() for p in layer.parameters]
@@ -40,6 +41,11 @@ class _Blocks:
             g = self._gradients[id(p)]
             if g is not None and g.requires_grad:
                 live.append((index, p, g))
+                if any(node.name().endswith("::Error") for node in _nodes(g)):
+                    # Such a node also cuts the graph, so without this check the product would be silently wrong.
+                    raise _missing(
+                        layer.name, f"an operation that is once_differentiable; custom: {self._custom}"
+                    )
 
         def multiply(vectors: Tensor) -> Tensor:
             product = torch.zeros_like(vectors)
@@ -81,11 +87,28 @@ def _double_backward(where: str) -> Iterator[None]:
             or "differentiate twice" in text
             or "not differentiable twice" in text
         ):
-            raise TriAccelError(
-                f"the Hessian of {where!r} needs a second derivative that an operation lacks ({text.splitlines()[0]}); "
-                "curvature estimator 'fisher' (the Gram route) needs none"
-            ) from error
+            raise _missing(where, text.splitlines()[0]) from error
         raise
+
+
+def _missing(where: str, what: str) -> TriAccelError:
+    return TriAccelError(
+        f"the Hessian of {where!r} needs a second derivative that an operation lacks ({what}); "
+        "curvature estimator 'fisher' (the Gram route) needs none"
+    )
+
+
+def _nodes(root: Tensor) -> Iterator[Any]:
+    """Every node of the graph below ``root``."""
+    seen: set[Any] = set()
+    stack: list[Any] = [root.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        stack.extend(child for child, _ in node.next_functions)
 
 
 @contextmanager
@@ -108,13 +131,15 @@ def _blocks(
         if not loss.requires_grad:
             raise TriAccelError("the loss depends on no trainable parameter: no layer has a Hessian block")
         loss = loss * (scale / samples) if scale != samples else loss
+        nodes: list[Any] = list(_nodes(loss))
+        custom = sorted({n.name() for n in nodes if isinstance(n, torch.autograd.function.BackwardCFunction)})
         parameters = [p for layer in owned for p in layer.parameters]
         with _double_backward("the model"):
             found = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
         used: dict[int, Tensor | None] = {id(p): g for p, g in zip(parameters, found, strict=True)}
         yield (
             [layer for layer in owned if any(used[id(p)] is not None for p in layer.parameters)],
-            _Blocks(used),
+            _Blocks(used, custom),
         )
 
 
