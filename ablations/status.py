@@ -148,7 +148,9 @@ def _print(found: list[CellStatus]) -> None:
         if cell.state not in ("done", "missing", "running"):
             where = f"; log: {cell.log}" if cell.log else ""
             console.print(
-                Text(f"{cell.state}: {cell.id} {cell.arm} {cell.model} {cell.dataset} seed {cell.seed}: {cell.reason}{where}")
+                Text(
+                    f"{cell.state}: {cell.id} {cell.arm} {cell.model} {cell.dataset} seed {cell.seed}: {cell.reason}{where}"
+                )
             )
     if len(codes := sorted({cell.sources for cell in found if cell.sources})) > 1:
         console.print(Text(f"results of {len(codes)} versions of the code: {', '.join(codes)}"))

@@ -22,7 +22,7 @@ from ..cells import Cell
 from ..folder import RunFolder
 from ..record import read_json
 from ..schedule import Queue
-from .local import GRACE, Interrupt
+from .interrupt import GRACE, Interrupt
 
 __all__ = ["run_ray"]
 
@@ -226,7 +226,7 @@ def _sent(folder: RunFolder, cell: Cell) -> dict[str, bytes]:
 
 
 def _task(out: str, cell_id: str, options: Options, sent: dict[str, bytes]) -> dict[str, bytes] | None:
-    """In a Ray worker: run the cell in ``out`` where that is the same folder, else in one of its own, and return what it wrote."""
+    """In a Ray worker: run the cell in ``out`` where that is the same folder, else in one of its own, and return its files."""
     declared = Path(out) / "cells" / cell_id / "cell.json"
     if declared.is_file() and declared.read_bytes() == sent[f"cells/{cell_id}/cell.json"]:
         _captured(out, cell_id, options)
@@ -244,9 +244,7 @@ def _task(out: str, cell_id: str, options: Options, sent: dict[str, bytes]) -> d
 
 def _captured(out: str, cell_id: str, options: Options) -> None:
     """Run the cell with what it prints in its ``stdout.log``, as the local executor does."""
-    log = os.open(
-        Path(out) / "cells" / cell_id / "stdout.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
-    )
+    log = os.open(Path(out) / "cells" / cell_id / "stdout.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     kept = [os.dup(number) for number in (1, 2)]
     try:
         for number in (1, 2):
