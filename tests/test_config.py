@@ -1,5 +1,6 @@
 """Configurations: ranges, round trips, the arms of the 2³ design."""
 
+import itertools
 import subprocess
 import sys
 import tomllib
@@ -80,7 +81,7 @@ def test_rungs_ascend_between_floor_and_ceiling_and_hold_the_initial(initial, be
     config = BatchConfig(initial=initial, minimum=max(1, initial - below), maximum=initial + above)
     rungs = config.rungs
     assert initial in rungs
-    assert all(a < b for a, b in zip(rungs, rungs[1:], strict=False))
+    assert all(a < b for a, b in itertools.pairwise(rungs))
     assert rungs[0] == config.minimum
     assert rungs[-1] == config.maximum
 

@@ -261,10 +261,14 @@ def test_a_stepped_scheduler_under_a_growing_batch_warns_once():
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
     config = with_parts(batch={"rule": "paper", "initial": 16, "delta": 16, "maximum": 64}, tick_samples=16)
     accel = TriAccel(model, optimizer, config)
-    with pytest.warns(UserWarning, match="expects 20 steps") as caught:
+
+    def run():
         for batch in accel.batches(images(), epochs=2):
             accel.step(batch, nn.CrossEntropyLoss())
             scheduler.step()
+
+    with pytest.warns(UserWarning, match="expects 20 steps") as caught:
+        run()
     assert len(caught) == 1
 
 
@@ -346,3 +350,26 @@ def test_replay_runs_the_recorded_map_batches_and_rates():
     assert [dict(r.precision_map) for r in recorded] == [dict(r.precision_map) for r in replayed]
     assert [dict(r.rate_scales) for r in recorded] == [dict(r.rate_scales) for r in replayed]
     assert [r.loss.item() for r in recorded] == [r.loss.item() for r in replayed]
+
+
+def test_gradient_release_gives_the_weights_and_the_statistics_of_an_ordinary_step():
+    data = images()
+    parts = {"precision": {"rule": "paper", "tau_low": 1e-30, "tau_high": 2e-30, "stats_every": 1}, "tick_samples": 64}
+    plain, released = small_net(), small_net()
+    ordinary = TriAccel(plain, torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9), with_parts(**parts))
+    torch.manual_seed(7)
+    expected = [ordinary.step(batch, nn.CrossEntropyLoss()).loss for batch in ordinary.batches(data, epochs=1)]
+    config = with_parts(**parts, engine={"gradient_release": True})
+    release = TriAccel(released, torch.optim.SGD(released.parameters(), 0.1, momentum=0.9), config)
+    torch.manual_seed(7)
+    got = []
+    for batch in release.batches(data, epochs=1):
+        got.append(release.step(batch, nn.CrossEntropyLoss()).loss)
+        assert all(p.grad is None for p in released.parameters())
+    torch.testing.assert_close(torch.stack(got), torch.stack(expected), rtol=1e-5, atol=1e-6)
+    for a, b in zip(released.state_dict().values(), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    mine, theirs = release.trace.entries[-1].variance, ordinary.trace.entries[-1].variance
+    assert mine.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert mine[name] == pytest.approx(value, rel=1e-4)

@@ -261,7 +261,7 @@ class TriAccel:
             loss = loss_fn(outputs, part[1])
             if len(parts) > 1 and mean:
                 loss = loss * (batch_length(part) / samples)
-            (self._scaler.scale(loss) if self._scaling else loss).backward()
+            torch.autograd.backward(self._scaler.scale(loss) if self._scaling else loss)
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         return total, len(parts)
@@ -295,7 +295,7 @@ class TriAccel:
             self._skipped_steps += 1
             return False
         if self.config.max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_([p for p in grads], self.config.max_grad_norm)
+            torch.nn.utils.clip_grad_norm_(grads, self.config.max_grad_norm)
         self._updater.step(scales=controller.rate.scales, factor=self._rate_factor())
         self._skips = 0
         self._updates += 1
@@ -391,7 +391,7 @@ class TriAccel:
                     "backward() does not know how many samples made this loss: pass samples=, or use batches()"
                 )
             samples = batch_length(self._last_batch)
-        (self._scaler.scale(loss) if self._scaling else loss).backward()
+        torch.autograd.backward(self._scaler.scale(loss) if self._scaling else loss)
         self._window.append((loss.detach(), samples))
 
     def update(self) -> StepReport:
