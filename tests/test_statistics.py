@@ -213,3 +213,20 @@ def test_a_model_without_layers_has_no_statistics():
     assert stats.nonfinite_layers() == ()
     stats.read(batch_size=1)
     assert stats.snapshot() == {}
+
+
+def test_statistics_that_a_kernel_made_count_as_a_reading(generator):
+    from triaccel.kernels import grad_stats
+
+    model = net()
+    read, taken = statistics_of(model, count_underflow=True), statistics_of(model, count_underflow=True)
+    rows = [i for i, layer in enumerate(find_layers(model)) for _ in layer.parameters]
+    for _ in range(2):
+        set_gradients(model, generator)
+        read.read(batch_size=16)
+        grads = [p.grad for layer in find_layers(model) for p in layer.parameters]
+        taken.take(grad_stats(grads, rows, segment_count=4, extremes=True), batch_size=16)
+    for name, seen in taken.snapshot().items():
+        expected = read.snapshot()[name]
+        assert seen.variance == pytest.approx(expected.variance, rel=1e-5)
+        assert seen.underflow == expected.underflow

@@ -110,31 +110,50 @@ class GradientStatistics:
         rows, grads = self._gradients()
         if not grads:
             return
-        with torch.no_grad():
-            index, count = self._layer_index(tuple(rows), grads)
-            underflow: Tensor | None = None
-            if self._one_launch(grads):
-                values = grad_stats(
+        if self._one_launch(grads):
+            self.take(
+                grad_stats(
                     grads,
                     rows,
                     segment_count=len(self._names),
                     extremes=self.count_underflow,
                     backend=self._backend,
-                ).values.T.to(self._device)
-                spoilt = values[3] > 0
-                sums, squares = (torch.where(spoilt, torch.nan, values[i]) for i in (1, 2))
-                underflow = torch.where(spoilt, torch.nan, values[6] / values[5])
-            else:
-                sums, squares = self._totals(index, grads)
-                if self.count_underflow:
-                    underflow = self._underflow(index, grads)
-            self._norms = None
-            mean = sums / count
-            variance = (squares / count - mean * mean).clamp_min(0.0)
-            self._accumulate(0, variance * (batch_size / self._reference_batch))
-            if self.count_underflow and underflow is not None:
-                self._accumulate(2, underflow)
-            self._square_norm = squares.sum()
+                ),
+                batch_size=batch_size,
+            )
+            return
+        with torch.no_grad():
+            index, count = self._layer_index(tuple(rows), grads)
+            sums, squares = self._totals(index, grads)
+            underflow = self._underflow(index, grads) if self.count_underflow else None
+            self._include(sums, squares, count, underflow, batch_size)
+
+    def take(self, statistics: GradStats, *, batch_size: int) -> None:
+        """As ``read``, from statistics that a kernel has already made of the same gradients.
+
+        Args:
+            statistics: one row per layer, in the order of ``layers``.
+            batch_size: samples that the gradient is the mean over.
+        """
+        with torch.no_grad():
+            values = statistics.values.T.to(self._device)
+            spoilt = values[3] > 0
+            sums, squares = (torch.where(spoilt, torch.nan, values[i]) for i in (1, 2))
+            underflow = (
+                torch.where(spoilt, torch.nan, values[6] / values[5]) if self.count_underflow else None
+            )
+            self._include(sums, squares, values[0], underflow, batch_size)
+
+    def _include(
+        self, sums: Tensor, squares: Tensor, count: Tensor, underflow: Tensor | None, batch_size: int
+    ) -> None:
+        self._norms = None
+        mean = sums / count
+        variance = (squares / count - mean * mean).clamp_min(0.0)
+        self._accumulate(0, variance * (batch_size / self._reference_batch))
+        if underflow is not None:
+            self._accumulate(2, underflow)
+        self._square_norm = squares.sum()
 
     def _one_launch(self, grads: list[Tensor]) -> bool:
         """Whether the fused kernel takes these: all on one GPU (or asked for)."""
