@@ -93,7 +93,7 @@ def step_track(
     elif variance is not None and math.isfinite(variance):
         floor, ceiling = thresholds.level(variance / config.hysteresis), thresholds.level(variance)
         target = min(max(level, floor, key=_rank), ceiling, key=_rank)
-        if target != level and track.dwell >= config.min_dwell:
+        if target != level and dwell >= config.min_dwell:
             level, dwell = target, 0
         why = _because(variance, level, thresholds)
     curvature_hold = max(0, track.curvature_hold - 1)

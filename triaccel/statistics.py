@@ -129,7 +129,7 @@ class GradientStatistics:
             self._include(sums, squares, count, underflow, batch_size)
 
     def take(self, statistics: GradStats, *, batch_size: int) -> None:
-        """As ``read``, from statistics that a kernel has already made of the same gradients.
+        """As ``read``, from statistics that the update itself made (gradient release frees the gradients before).
 
         Args:
             statistics: one row per layer, in the order of ``layers``.
@@ -190,23 +190,6 @@ class GradientStatistics:
         per_layer = torch.zeros(2, len(self._names), dtype=torch.float64, device=self._device)
         per_layer.index_add_(1, index, counts)
         return per_layer[0] / per_layer[1]
-
-    def take(self, stats: GradStats, *, batch_size: int) -> None:
-        """As ``read``, from statistics that the update itself gathered (gradient release frees the gradients before).
-
-        Args:
-            stats: one row per layer, in the order of ``layers``; layers with non-finite entries leave their means as they are.
-            batch_size: samples that the gradient is the mean over.
-        """
-        count = stats.count.double()
-        mean = stats.total.double() / count
-        scale = batch_size / self._reference_batch
-        variance = (stats.square.double() / count - mean * mean).clamp_min_(0.0) * scale
-        bad = stats.nonfinite > 0
-        self._accumulate(0, torch.where(bad, torch.nan, variance).to(self._device))
-        self._square_norm = torch.where(bad, 0.0, stats.square.double()).sum()
-        if self.count_underflow:
-            self._accumulate(2, (stats.underflow.double() / stats.nonzero.double()).to(self._device))
 
     def _accumulate(self, row: int, value: Tensor) -> None:
         """Running mean of ``value`` per layer; entries that are not finite (or not measured) leave it as it is."""
