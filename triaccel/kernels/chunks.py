@@ -43,7 +43,7 @@ class ChunkPlan:
     count: Tensor
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=4096)  # gradient release asks for one layout per parameter
 def chunk_plan(
     numels: tuple[int, ...], segments: tuple[int, ...], segment_count: int, device: torch.device
 ) -> ChunkPlan:
