@@ -5,7 +5,9 @@
 then, with ``normalise="geomean"``, the common factor c that makes the geometric mean of clip(c·s_l, s_min, s_max) over layers 1
 (clipping included: c is found by bisection); with ``"none"`` only the clip. A flat layer gets a larger step, a curved one
 a smaller. λ_l is averaged once a probe, with the start-up bias of the average taken out; negative values (an indefinite
-Hessian) count as 0. Layers without λ keep scale 1 and do not enter the mean. Pure: no torch, no clock. Source: ours, after the
+Hessian) count as 0. Layers without λ keep scale 1 and do not enter the mean, nor do
+normalisation layers: their few affine parameters have a curvature far below a convolution's, would set the median, and drive every
+convolution to s_min. Pure: no torch, no clock. Source: ours, after the
 words of arXiv 2508.16905.
 """
 
@@ -105,8 +107,9 @@ class CurvatureRate:
     config: CurvatureConfig
 
     def init(self, layers: tuple[LayerInfo, ...]) -> RateState:
-        """State before the first probe."""
-        return RateState(layers=tuple(layer.name for layer in layers if layer.numel > 0))
+        """State before the first probe: compute layers have a rate; where there are none, all that train have."""
+        names = tuple(layer.name for layer in layers if layer.numel > 0 and layer.role == "compute")
+        return RateState(layers=names or tuple(layer.name for layer in layers if layer.numel > 0))
 
     def initial(self, state: RateState) -> RateDecision:
         """Nothing measured yet: every layer has scale 1."""
