@@ -19,6 +19,15 @@ from triaccel.sampler import ElasticBatches, micro_batch_sizes, split_batch
 from triaccel.types import TriAccelError
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tiny networks: threads would only wait for each other on a shared machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def net(seed=0):
     torch.manual_seed(seed)
     return nn.Sequential(
