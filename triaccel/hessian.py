@@ -131,8 +131,8 @@ def _blocks(
         if not loss.requires_grad:
             raise TriAccelError("the loss depends on no trainable parameter: no layer has a Hessian block")
         loss = loss * (scale / samples) if scale != samples else loss
-        nodes: list[Any] = list(_nodes(loss))
-        custom = sorted({n.name() for n in nodes if isinstance(n, torch.autograd.function.BackwardCFunction)})
+        python_node: Any = torch.autograd.function.BackwardCFunction
+        custom = sorted({node.name() for node in _nodes(loss) if isinstance(node, python_node)})
         parameters = [p for layer in owned for p in layer.parameters]
         with _double_backward("the model"):
             found = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
