@@ -161,7 +161,7 @@ def compare(group: Group, arm: str, reference: str, outcome: Outcome) -> Compari
         outcome,
         paired_t(values),
         bca(values, generator=generator, resamples=4999 if few else 999),
-        sign_flip(values, generator=generator, resamples=20_000 if few else 1999),
+        sign_flip(values, generator=generator, resamples=20_000 if few else 999),
         tuple(seeds),
         tuple(values),
         tuple(refused),

@@ -6,7 +6,6 @@ points and enters no mean of times. Source: ours.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -154,17 +153,18 @@ def relative_throughput(group: Group, label: str, edges: NDArray[np.float64]) ->
     return np.array(rows, dtype=np.float64).reshape(-1, len(edges) - 1)
 
 
-def low_share(record: Record, fractions: Sequence[float]) -> list[float] | None:
-    """Share of compute layers below FP32 at each fraction of training; ``None`` without maps."""
-    if not record.series.maps:
+def low_share(record: Record, fractions: NDArray[np.float64]) -> NDArray[np.float64] | None:
+    """Share of compute layers below FP32 at each fraction of training, ``(n,)``; ``None`` without maps."""
+    maps = record.series.maps
+    if not maps:
         return None
-    total = record.metrics.get("samples_seen") or max(m["samples_seen"] for m in record.series.maps) or 1
-    shares, now, changes = [], {}, list(record.series.maps)
-    for fraction in fractions:
-        while changes and (changes[0]["samples_seen"] <= fraction * total or not now):
-            now |= changes.pop(0)["map"]
+    starts = np.array([0.0, *(float(change["samples_seen"]) for change in maps[1:])])
+    total = record.metrics.get("samples_seen") or starts[-1] or 1.0
+    shares, now = [], {}
+    for change in maps:
+        now |= change["map"]
         shares.append(sum(fmt != "fp32" for fmt in now.values()) / max(1, len(now)))
-    return shares
+    return np.array(shares)[np.searchsorted(starts, fractions * total, side="right") - 1]
 
 
 def efficiency(group: Group) -> Figure | None:
@@ -178,7 +178,7 @@ def efficiency(group: Group) -> Figure | None:
         return None
     figure, grid = new_figure(6.4, 5.4, 2, 1, sharex=True, height_ratios=(3, 2))
     top, bottom = grid[0, 0], grid[1, 0]
-    fractions = [float(f) for f in np.linspace(0, 1, 101)]
+    fractions = np.linspace(0, 1, 101)
     for label, rows in curves.items():
         look = arm_style(label)
         if label == "tri-accel" and len(rows) > 1:
@@ -189,11 +189,15 @@ def efficiency(group: Group) -> Figure | None:
             middle, mean, color=look.colour, linestyle=look.line, marker=look.marker, linewidth=look.width, markersize=4.5,
             label=label,
         )  # fmt: skip
-        shares = [share for share in (low_share(record, fractions) for record in group.done(label)) if share]
+        shares = [
+            share
+            for share in (low_share(record, fractions) for record in group.done(label))
+            if share is not None
+        ]
         if shares:
             mean_share = 100 * np.mean(shares, axis=0)
             bottom.step(
-                [100 * f for f in fractions], mean_share, where="post", color=look.colour, linestyle=look.line,
+                100 * fractions, mean_share, where="post", color=look.colour, linestyle=look.line,
                 linewidth=look.width,
             )  # fmt: skip
     top.axhline(1.0, color="#000000", linewidth=1.0)

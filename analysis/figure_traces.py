@@ -206,20 +206,23 @@ def curvature(group: Group) -> Figure | None:
         return None
     data = record.series.curvature
     layers, seen = data["layers"], np.array(data["samples_seen"], dtype=float) / 1000
+    end = float(record.metrics.get("samples_seen") or seen[-1] * 1000) / 1000
+    shown = max(1, int((seen < end).sum()))  # a probe at the very end has no stretch of its own
+    edges = np.append(seen[:shown], max(end, seen[shown - 1] + 1e-3))
     panels = []
     for key, name in (
         ("curvature", "λ: mean of the top eigenvalues"),
         ("scale", "scale on the learning rate"),
     ):
-        values = np.array([[np.nan if x is None else x for x in row] for row in data[key]], dtype=float).T
+        values = np.array([[np.nan if x is None else x for x in row] for row in data[key]], dtype=float).T[
+            :, :shown
+        ]
         values = np.where(values > 0, values, np.nan)
         if np.isfinite(values).any():
             panels.append((name, np.ma.masked_invalid(values)))
     if not panels:
         return None
     figure, grid = new_figure(3.4 + 2.4 * len(panels), _height(len(layers)), 1, len(panels), sharey=True)
-    end = float(record.metrics.get("samples_seen") or seen[-1] * 1000) / 1000
-    edges = np.concatenate([seen, [max(end, seen[-1] + (seen[-1] - seen[-2] if len(seen) > 1 else 1))]])
     for axes, (name, values) in zip(grid[0], panels, strict=True):
         low, high = float(values.min()), float(values.max())
         norm = LogNorm(low, high) if high > low else LogNorm(low / 1.1, low * 1.1)

@@ -8,9 +8,10 @@ Source: ours.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -180,8 +181,10 @@ def save(figure: Figure, out: Path, name: str, formats: Sequence[str]) -> list[P
         "png": {"Software": None},
         "pdf": {"CreationDate": None, "ModDate": None, "Creator": None, "Producer": None},
     }
-    figure.draw_without_rendering()  # places everything once, for all formats
-    figure.set_layout_engine("none")
+    engine = figure.get_layout_engine()
+    if engine is not None:  # place everything once, for all formats
+        engine.execute(figure)
+        figure.set_layout_engine("none")
     written = []
     for suffix in formats:
         file = out / f"{name}.{suffix}"
@@ -202,31 +205,38 @@ def draw_all(
         margin: accuracy points, for the target; ``None``: each grid's own.
 
     Returns:
-        Files written.
+        Files written, in name order.
     """
     from . import figure_curves, figure_effects, figure_traces
+    from .parallel import in_two
 
     out.mkdir(parents=True, exist_ok=True)
-    written: list[Path] = []
-    names = group_slugs(groups)
-    with style():
-        for group, name in zip(groups, names, strict=True):
-            drawn: dict[str, Figure | None] = {
-                "accuracy_against_time": figure_curves.accuracy_against_time(group),
-                "time_to_target": figure_curves.time_to_target_figure(group, margin=margin),
-                "efficiency": figure_curves.efficiency(group),
-                "precision_map": figure_traces.precision_map(group),
-                "batch_and_memory": figure_traces.batch_and_memory(group),
-                "curvature": figure_traces.curvature(group),
-                "factorial_effects": figure_effects.factorial_figure(group),
-            }
-            for kind, figure in drawn.items():
+    kinds: dict[str, Callable[[Group], Figure | None]] = {
+        "accuracy_against_time": figure_curves.accuracy_against_time,
+        "time_to_target": partial(figure_curves.time_to_target_figure, margin=margin),
+        "efficiency": figure_curves.efficiency,
+        "precision_map": figure_traces.precision_map,
+        "batch_and_memory": figure_traces.batch_and_memory,
+        "curvature": figure_traces.curvature,
+        "factorial_effects": figure_effects.factorial_figure,
+    }
+    tasks: list[tuple[str, Callable[[], Figure | None]]] = [
+        (f"{kind}--{name}", partial(draw, group))
+        for group, name in zip(groups, group_slugs(groups), strict=True)
+        for kind, draw in kinds.items()
+    ]
+    tasks.append(("beside_the_paper", partial(figure_effects.paper_figure, groups)))
+
+    def work(some: Sequence[tuple[str, Callable[[], Figure | None]]]) -> list[Path]:
+        written = []
+        with style():
+            for name, draw in some:
+                figure = draw()
                 if figure is not None:
-                    written += save(figure, out, f"{kind}--{name}", formats)
-        beside = figure_effects.paper_figure(groups)
-        if beside is not None:
-            written += save(beside, out, "beside_the_paper", formats)
-    return written
+                    written += save(figure, out, name, formats)
+        return written
+
+    return sorted(in_two(work, tasks))
 
 
 def group_slugs(groups: Sequence[Group]) -> list[str]:

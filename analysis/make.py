@@ -8,6 +8,7 @@ records in the small form that is committed. Heavy libraries are loaded when nee
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,6 +51,8 @@ def main(arguments: Annotated[Sequence[str] | None, "as on the command line"] = 
     """Parse the command line and run; the exit status."""
     import tyro
 
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(name, "1")  # the same sums on any machine, and no idle threads
     options = tyro.cli(Options, args=arguments, prog="python -m analysis.make", description=__doc__)
     from .record import RecordError
 
