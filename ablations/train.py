@@ -226,14 +226,10 @@ def _log_entry(log: Log, entry: Any, before: Any) -> None:
             after=change.after,
             why=change.why,
         )
-    if before is None or entry.map_version != before.map_version or (entry.verified and entry.verified != before.verified):
-        log.append(
-            "precision_map",
-            **when,
-            version=entry.map_version,
-            map={name: str(value) for name, value in entry.precision_map.items()},
-            verified=dict(entry.verified),
-        )
+    if before is not None and entry.verified and entry.verified != before.verified:
+        _log_map(log, when, before, verified=entry.verified)  # what the map in force until now really ran in
+    if before is None or entry.map_version != before.map_version:
+        _log_map(log, when, entry, verified={})
     if entry.probe_id >= 0 and (before is None or entry.probe_id != before.probe_id):
         log.append(
             "curvature",
@@ -252,6 +248,11 @@ def _log_entry(log: Log, entry: Any, before: Any) -> None:
         )
     if entry.decided_by:
         log.append("decided_by", samples_seen=entry.samples_seen, counts=dict(entry.decided_by))
+
+
+def _log_map(log: Log, when: dict[str, int], entry: Any, *, verified: Any) -> None:
+    formats = {name: str(value) for name, value in entry.precision_map.items()}
+    log.append("precision_map", **when, version=entry.map_version, map=formats, verified=dict(verified))
 
 
 def _evaluate(
