@@ -47,7 +47,7 @@ def write_compact(run: Run, destination: Path) -> list[Path]:
         The files written, in name order.
 
     Raises:
-        RecordError: no cell has a result.
+        RecordError: no cell has a result, or a file there holds cells that this run lacks.
     """
     records = [record for record in run.records if record.state != "missing"]
     if not records:
@@ -61,6 +61,8 @@ def write_compact(run: Run, destination: Path) -> list[Path]:
             else destination / f"{slug(record.grid, record.model, record.dataset)}.jsonl"
         )
         parts.setdefault(file, []).append(_line(record))
+    for file in parts:
+        _refuse_loss(file, {record.id for record in records})
     for file, lines in parts.items():
         file.parent.mkdir(parents=True, exist_ok=True)
         data = "".join(lines).encode()
@@ -68,6 +70,17 @@ def write_compact(run: Run, destination: Path) -> list[Path]:
         temporary.write_bytes(gzip.compress(data, mtime=0) if file.suffix == ".gz" else data)
         temporary.replace(file)
     return sorted(parts)
+
+
+def _refuse_loss(file: Path, ids: set[str]) -> None:
+    if not file.is_file():
+        return
+    lost = sorted({record.id for record in _read(file)} - ids)
+    if lost:
+        raise RecordError(
+            f"{file} holds {len(lost)} cells that this run lacks ({', '.join(lost[:3])}…): it is another run's; "
+            "name another file (*.jsonl), or remove it"
+        )
 
 
 def _line(record: Record) -> str:

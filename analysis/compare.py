@@ -98,7 +98,7 @@ def peak_bytes(record: Record) -> float | None:
 def response(record: Record, outcome: Outcome) -> float | None:
     """Accuracy in points, natural log of seconds, or natural log of bytes; ``None`` if unmeasured."""
     if outcome == "accuracy":
-        value = record.metric("test_accuracy")
+        value = record.accuracy
         return None if value is None else 100.0 * value
     value = record.metric("train_seconds") if outcome == "time" else peak_bytes(record)
     return math.log(value) if value else None

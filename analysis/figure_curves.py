@@ -30,7 +30,8 @@ def _evals(record: Record) -> NDArray[np.float64]:
     """(evaluations, 2): training seconds and test accuracy in percent."""
     evals = record.series.evals
     pairs = zip(evals.get("train_seconds", ()), evals.get("accuracy", ()), strict=False)
-    rows = [(s, 100 * a) for s, a in pairs if s is not None and a is not None]
+    before = record.logged_seconds_lack
+    rows = [(before + s, 100 * a) for s, a in pairs if s is not None and a is not None]
     return np.array(rows, dtype=np.float64).reshape(-1, 2)
 
 
@@ -209,7 +210,7 @@ def efficiency(group: Group) -> Figure | None:
         fontsize=7.5,
         annotation_clip=False,
     )
-    top.set_ylabel("images/s over fp32's\n(same block; thin: seeds)")
+    top.set_ylabel("images/s over fp32's\n(same block, without\ncalibration; thin: seeds)")
     bottom.set_ylabel("layers below FP32, %")
     bottom.set_ylim(-4, 104)
     bottom.set_xlim(0, 100)

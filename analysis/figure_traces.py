@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .compare import peak_bytes
 from .figures import MAX_LINES, arm_style, legend_below, new_figure, subtitle
 from .groups import Group
 from .record import Record
@@ -153,6 +154,8 @@ def batch_and_memory(group: Group) -> Figure | None:
                 )
             if "used_bytes" in steps:
                 bottom.step(seen, np.array(steps["used_bytes"], dtype=float) / MIB, where="post", **options)
+            elif (peak := peak_bytes(record)) is not None:  # a fixed batch: one peak for the whole run
+                bottom.plot(seen[[0, -1]], [peak / MIB] * 2, **options)
             budget = (record.config.get("batch") or {}).get("budget_bytes") or record.cell.get("budget_bytes")
             budgets |= {budget} if budget else set()
     for budget in sorted(budgets):

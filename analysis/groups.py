@@ -38,6 +38,7 @@ class Group:
         best_static: label of the best static setting, or ``None`` where no static arm is done.
         best_static_why: how it was chosen.
         mixed_code: hashes of the training sources if there are several, else empty.
+        donors: cells of seeds that the grid does not report, run only to record a trace for ``replay``; in no table.
     """
 
     grid: str
@@ -49,6 +50,7 @@ class Group:
     best_static: str | None
     best_static_why: str
     mixed_code: tuple[str, ...] = ()
+    donors: int = 0
 
     @property
     def name(self) -> str:
@@ -103,9 +105,12 @@ def make_groups(
         RecordError: two cells of one arm and seed with the same configuration, or an unknown ``best_static``.
     """
     keyed: dict[tuple[Any, ...], list[Record]] = {}
+    donors: Counter[tuple[Any, ...]] = Counter()
     waiting: list[Record] = []
     for record in records:
-        if record.provenance.get("cpu") or record.provenance.get("gpu"):
+        if _only_donor(record):
+            donors[_setting(record)] += 1
+        elif record.provenance.get("cpu") or record.provenance.get("gpu"):
             keyed.setdefault((*_setting(record), hardware(record)), []).append(record)
         else:
             waiting.append(record)
@@ -127,13 +132,18 @@ def make_groups(
                 "one of code; run the cells again with one version, or pass --allow-mixed-code to compare all the same"
             )
         arms = labelled(members)
-        chosen, why = _best_static(arms, model, dataset, members[0].spec, best_static or {})
-        groups.append(
-            Group(
-                grid, model, dataset, epochs, device, arms, chosen, why, sources if len(sources) > 1 else ()
-            )
-        )
+        spec = next((r.spec for r in members if r.spec.get("best_static")), {})
+        chosen, why = _best_static(arms, model, dataset, spec, best_static or {})
+        mixed = sources if len(sources) > 1 else ()
+        spare = donors[grid, model, dataset, epochs]
+        groups.append(Group(grid, model, dataset, epochs, device, arms, chosen, why, mixed, spare))
     return groups
+
+
+def _only_donor(record: Record) -> bool:
+    """Whether the grid runs this seed for its trace alone."""
+    seeds = [*(record.spec.get("seeds") or ()), *(record.spec.get("more_seeds") or ())]
+    return bool(seeds) and record.seed not in seeds
 
 
 def _setting(record: Record) -> tuple[str, str, str, float]:

@@ -21,7 +21,7 @@ MAX_STEPS = 60
 MAX_PROBES = 16
 _STEP = ("samples_seen", "train_seconds", "batch_size", "used_bytes", "loss", "rate_factor")
 _EVAL = ("samples_seen", "train_seconds", "accuracy", "loss")
-_FORMATS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_FORMATS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # "torch." in front is cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,9 @@ def series_from_events(events: Sequence[Mapping[str, Any]]) -> Series:
             kinds[kind] = [old for old in kept if _seen(old) < _seen(event)]
         kinds[kind].append(event)
     steps = _thin_steps(kinds.get("step", []))
-    evals = [event for event in kinds.get("eval", []) if event.get("split", "test") == "test"]
+    evals = kinds.get("eval", [])
+    if any(event.get("split", "test") == "test" for event in evals):
+        evals = [event for event in evals if event.get("split", "test") == "test"]
     decided: Counter[str] = Counter()
     for event in kinds.get("decided_by", []):
         decided.update(event.get("counts") or {})
@@ -163,7 +165,9 @@ def _columns(events: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[
 def _rounded(values: Sequence[Any]) -> list[Any]:
     """Floats at 6 significant digits, ``None`` for those that are not finite; anything else as it is."""
     return [
-        (float("%.6g" % value) if value - value == 0.0 else None) if type(value) is float else value  # noqa: UP031 (faster)
+        (float("%.6g" % value) if value - value == 0.0 else None)  # noqa: UP031 (faster)
+        if type(value) is float
+        else (None if type(value) is dict else value)  # {"nonfinite": "nan"}
         for value in values
     ]
 
@@ -177,7 +181,7 @@ def _maps(events: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
         ignored = sorted(
             layer
             for layer, dtype in verified.items()
-            if layer in new and _FORMATS.get(dtype, dtype) != new[layer]
+            if layer in new and _FORMATS.get(name := str(dtype).removeprefix("torch."), name) != new[layer]
         )
         changed = {layer: fmt for layer, fmt in new.items() if now.get(layer) != fmt}
         if changed or (ignored and not found):

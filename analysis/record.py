@@ -28,9 +28,6 @@ STATES = ("done", "oom", "diverged", "unsupported", "error", "timeout", "preempt
 _CELL = {"id": str, "arm": str, "model": str, "dataset": str, "seed": int}
 
 
-_NEEDED_WHEN_DONE = ("test_accuracy", "train_seconds")
-
-
 class RecordError(ValueError):
     """A record cannot be read; the message names the file, the line, what is wrong and how to go on."""
 
@@ -117,12 +114,27 @@ class Record:
     @property
     def on_cuda(self) -> bool:
         """Whether it trained on a CUDA device."""
-        device = str(self.cell.get("device") or self.config.get("device") or "")
+        device = str(self.provenance.get("device") or self.cell.get("device") or "")
         if device and device != "auto":
             return device.startswith("cuda")
         if self.metrics.get("peak_cuda_reserved_bytes") is not None:
             return True
         return bool(self.provenance.get("gpu")) and self.metrics.get("peak_live_tensor_bytes") is None
+
+    @property
+    def accuracy(self) -> float | None:
+        """Final accuracy of a finished cell, a fraction: of the test split, or of the validation split in a search."""
+        test = self.metric("test_accuracy")
+        return self.metric("validation_accuracy") if test is None else test
+
+    @property
+    def logged_seconds_lack(self) -> float:
+        """Seconds of calibration that are in the training time of the result but came before the clock of the log."""
+        logged = self.series.steps.get("train_seconds") or self.series.evals.get("train_seconds") or [None]
+        total, last = self.metric("train_seconds"), logged[-1]
+        if total is None or last is None:
+            return 0.0
+        return min(max(0.0, total - last), self.metric("calibration_seconds") or 0.0)
 
     def metric(self, name: str) -> float | None:
         """A finite metric of a finished cell, or ``None``."""
@@ -166,18 +178,19 @@ def make_record(
         if value is not None and not isinstance(value, int | float | str | bool | list | dict):
             raise bad(f"metrics.{name} is {value!r}, not a number")
     if state == "done":
-        for name in _NEEDED_WHEN_DONE:
+        split = "test_accuracy" if metrics.get("test_accuracy") is not None else "validation_accuracy"
+        for name in (split, "train_seconds"):
             value = metrics.get(name)
-            if not isinstance(value, int | float) or not math.isfinite(value):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise bad(f"state done, but metrics.{name} is {value!r}")
-        if not 0 <= metrics["test_accuracy"] <= 1:
-            raise bad(f"metrics.test_accuracy is {metrics['test_accuracy']}, not a fraction in [0, 1]")
+        if not 0 <= metrics[split] <= 1:
+            raise bad(f"metrics.{split} is {metrics[split]}, not a fraction in [0, 1]")
         if metrics["train_seconds"] <= 0:
             raise bad(f"metrics.train_seconds is {metrics['train_seconds']}, not positive")
     reason = data.get("reason")
     return Record(
         grid=grid,
-        cell=plain(cell),
+        cell=_slim(plain(cell)),
         state=str(state),
         reason=str(reason) if reason else None,
         metrics={name: _finite(value) for name, value in metrics.items()},
@@ -190,12 +203,17 @@ def make_record(
 
 
 def _finite(value: Any) -> Any:
+    """The value, or ``None`` for a number that is not finite (in the harness's JSON: ``{"nonfinite": "nan"}``)."""
+    if isinstance(value, Mapping) and value.keys() == {"nonfinite"}:
+        return None
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def plain(value: Any) -> Any:
     """The value without folders of the machine that it ran on: ``/a/b/c`` becomes ``c``, ``folder:/a/b/c`` ``folder:c``."""
     if isinstance(value, Mapping):
+        if value.keys() == {"nonfinite"}:
+            return None
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
@@ -204,6 +222,14 @@ def plain(value: Any) -> Any:
         if path.startswith(("/", "~")) and " " not in path:
             return scheme + colon + (path.rstrip("/").rsplit("/", 1)[-1] or "root")
     return value
+
+
+def _slim(cell: dict[str, Any]) -> dict[str, Any]:
+    """The cell without the second copy of its configuration."""
+    settings = cell.get("settings")
+    if isinstance(settings, dict) and "config" in settings and "config" in cell:
+        cell["settings"] = {key: value for key, value in settings.items() if key != "config"}
+    return cell
 
 
 def _provenance(value: Mapping[str, Any]) -> dict[str, Any]:

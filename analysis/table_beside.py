@@ -64,7 +64,7 @@ def paper(groups: Sequence[Group]) -> Table:
                 (value, low, high), pairs = beside[1], len(beside[0].values)
                 mine = Number(value, low, high, digits=1, signed=True)
             elif figure.key == "accuracy-absolute":
-                mine, pairs = mean((100 * r.metrics["test_accuracy"] for r in done), digits=1), len(done)
+                mine, pairs = mean((100 * (r.accuracy or 0.0) for r in done), digits=1), len(done)
             elif figure.key == "memory-absolute":
                 mine, pairs = mean(((peak_bytes(r) or 0) / 1e9 or None for r in done), digits=2), len(done)
             else:

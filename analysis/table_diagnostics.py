@@ -42,6 +42,10 @@ def states(groups: Sequence[Group]) -> Table:
             f"{label}: {state} at seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}: {_short(reason)}"
             for (label, state, reason), seeds in reasons.items()
         ]
+        if group.donors:
+            notes.append(
+                f"{group.donors} further cells, of seeds that the grid does not report, recorded traces for replay."
+            )
         sections.append(Section(title(group), fields(group), rows, notes))
     return Table(
         "states",
@@ -178,10 +182,7 @@ def _decided(done: Sequence[Record]) -> str:
 
 
 def _rank_correlation(record: Record) -> float | None:
-    found = (record.report.get("probes") or {}).get("rank_correlation")
-    if isinstance(found, Mapping):
-        found = list(found.values())
-    if isinstance(found, list):
-        numbers = [float(x) for x in found if isinstance(x, int | float)]
-        return sum(numbers) / len(numbers) if numbers else None
-    return float(found) if isinstance(found, int | float) else None
+    """Mean over the probes that were audited, each ``[samples_seen, layers, rho]``."""
+    found = (record.report.get("probes") or {}).get("rank_correlations") or []
+    rhos = [float(row[2]) for row in found if isinstance(row[2], int | float)]
+    return sum(rhos) / len(rhos) if rhos else None

@@ -116,6 +116,8 @@ def _notes(group: Group, refused: Sequence[str]) -> list[str]:
                 else "."
             )
         )
+    if any(r.done and r.metrics.get("test_accuracy") is None for r in group.records):
+        notes.append("Accuracy is that of the validation split.")
     if any(record.shared_machine for record in group.records):
         notes.append("† timed while other work ran on the machine: shown, refused in comparisons of time.")
     if group.mixed_code:

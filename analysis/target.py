@@ -16,19 +16,19 @@ __all__ = ["target_accuracy", "time_to_target"]
 
 def target_accuracy(group: Group, *, margin: float | None = None) -> float | None:
     """Fraction that counts as reached: the mean final test accuracy of fp32 less the margin; ``None`` without fp32."""
-    finals = [record.metrics["test_accuracy"] for record in group.done("fp32")]
+    finals = [record.accuracy for record in group.done("fp32") if record.accuracy is not None]
     return sum(finals) / len(finals) - (margin or group.margin) / 100 if finals else None
 
 
 def time_to_target(record: Record, target: float) -> float | None:
     """Training seconds at the first evaluation with at least ``target`` test accuracy; ``None`` if never.
 
-    No interpolation: the answer is as coarse as the evaluations. ``None`` too on a shared machine.
+    Calibration counts. No interpolation: the answer is as coarse as the evaluations. ``None`` too on a shared machine.
     """
     if not record.done or record.shared_machine:
         return None
     evals: Mapping[str, list[float | None]] = record.series.evals
     for seconds, accuracy in zip(evals.get("train_seconds", ()), evals.get("accuracy", ()), strict=False):
         if seconds is not None and accuracy is not None and accuracy >= target:
-            return float(seconds)
+            return float(seconds) + record.logged_seconds_lack
     return None
