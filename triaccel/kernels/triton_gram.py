@@ -28,7 +28,7 @@ OUTER_SAMPLES = 128
 """Samples at most on the route ``outer``: their B x B matrix stays in registers."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["samples", "positions", "items", "programs"])
 def outer_kernel(
     a,
     g,
@@ -68,7 +68,7 @@ def outer_kernel(
     tl.store(at, result, mask=present[:, None] & present[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks", "samples", "positions"])
 def pairs_kernel(
     a,
     g,
