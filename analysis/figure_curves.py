@@ -94,14 +94,14 @@ def time_to_target_figure(group: Group, *, margin: float | None = None) -> Figur
                 s=16,
                 marker=look.marker,
                 color=look.colour,
-                alpha=0.5,
+                alpha=0.5 if len(times) > 1 else 1.0,
                 linewidths=0.8,
             )
             estimate = paired_t(times)
-            axes.plot(
-                [estimate.value], [place], marker="|", markersize=13, markeredgewidth=2, color="#000000"
-            )
             if estimate.low is not None and estimate.high is not None:
+                axes.plot(
+                    [estimate.value], [place], marker="|", markersize=13, markeredgewidth=2, color="#000000"
+                )
                 axes.plot([estimate.low, estimate.high], [place, place], color="#000000", linewidth=1.0)
         text = f"{len(times)}/{cells}"
         axes.annotate(
@@ -123,7 +123,9 @@ def time_to_target_figure(group: Group, *, margin: float | None = None) -> Figur
     axes.set_yticks(range(len(rows)), [label for label, _, _ in rows])
     axes.set_ylim(len(rows) - 0.5, -0.6)
     axes.set_xlim(left=0)
-    axes.set_xlabel("training time to target, s: every seed, mean and 95 % interval of those that reached it")
+    axes.set_xlabel(
+        "training time to target, s (points: seeds; bars: mean and 95 % interval of those that reached it)"
+    )
     axes.set_title(f"Time to {100 * target:.1f} % test accuracy: {subtitle(group)}", loc="left", x=0)
     return figure
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .factorial import factorial_effects
 from .figures import new_figure, subtitle
@@ -31,6 +32,14 @@ def _interval(
     axes.plot([value], [place], marker="o", markersize=5, color=colour, zorder=4)
 
 
+def _seeds(axes: Axes, place: float, points: NDArray[np.float64], fill: str, edge: str) -> None:
+    """Every seed's own value, where there are several."""
+    if len(points) > 1:
+        axes.scatter(
+            points, np.full(len(points), place), s=7, color=fill, edgecolors=edge, linewidths=0.4, zorder=2
+        )
+
+
 def factorial_figure(group: Group) -> Figure | None:
     """Main effects and interactions on accuracy, time and bytes, with 95 % intervals."""
     effects = {outcome: factorial_effects(responses(group, outcome)) for outcome, _ in _PANELS}  # type: ignore[arg-type]
@@ -48,15 +57,7 @@ def factorial_figure(group: Group) -> Figure | None:
                 value, low, high = (
                     None if end is None else 100 * math.expm1(end) for end in (value, low, high)
                 )  # type: ignore[assignment]
-            axes.scatter(
-                points,
-                np.full(len(points), place + 0.22),
-                s=7,
-                color="#56b4e9",
-                edgecolors="#0173b2",
-                linewidths=0.4,
-                zorder=2,
-            )
+            _seeds(axes, place + 0.22, points, "#56b4e9", "#0173b2")
             _interval(axes, place - 0.08, value, low, high)
         axes.axvline(0.0, color="#000000", linewidth=0.8)
         axes.axhline(2.5, color="#aaaaaa", linewidth=0.6, linestyle=(0, (3, 3)))
@@ -117,15 +118,7 @@ def paper_figure(groups: Sequence[Group]) -> Figure | None:
                 place += 1
                 points = np.array(comparison.values)
                 points = points if reported.unit == "points" else 100 * np.expm1(points)
-                axes.scatter(
-                    points,
-                    np.full(len(points), place + 0.2),
-                    s=7,
-                    color="#f0b48c",
-                    edgecolors="#d55e00",
-                    linewidths=0.4,
-                    zorder=2,
-                )
+                _seeds(axes, place + 0.2, points, "#f0b48c", "#d55e00")
                 _interval(axes, place - 0.1, value, low, high, colour="#d55e00")
                 ticks.append(place)
                 labels.append(f"ours: {group.name}" + (f", {_short(group.hardware)}" if several else ""))

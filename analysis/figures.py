@@ -81,7 +81,10 @@ _RC: dict[str, Any] = {
     "grid.linewidth": 0.6,
     "axes.axisbelow": True,
     "figure.facecolor": "white",
-    "savefig.dpi": 150,
+    "figure.dpi": 150,
+    "savefig.dpi": "figure",
+    "figure.constrained_layout.w_pad": 0.08,
+    "figure.constrained_layout.h_pad": 0.05,
     "pdf.fonttype": 42,
     "pdf.compression": 6,
     "text.usetex": False,
@@ -181,10 +184,8 @@ def save(figure: Figure, out: Path, name: str, formats: Sequence[str]) -> list[P
         "png": {"Software": None},
         "pdf": {"CreationDate": None, "ModDate": None, "Creator": None, "Producer": None},
     }
-    engine = figure.get_layout_engine()
-    if engine is not None:  # place everything once, for all formats
-        engine.execute(figure)
-        figure.set_layout_engine("none")
+    figure.draw_without_rendering()  # places everything once, for all formats
+    figure.set_layout_engine("none")
     written = []
     for suffix in formats:
         file = out / f"{name}.{suffix}"

@@ -173,22 +173,22 @@ def _rounded(values: Sequence[Any]) -> list[Any]:
 
 
 def _maps(events: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """Changes of the map. What an event verified is the map in force before it, since that one has run."""
     found: list[dict[str, Any]] = []
     now: dict[str, str] = {}
     for event in events:
-        new = event.get("map") or {}
-        verified = event.get("verified") or {}
+        ran = {
+            layer: str(dtype).removeprefix("torch.") for layer, dtype in (event.get("verified") or {}).items()
+        }
         ignored = sorted(
-            layer
-            for layer, dtype in verified.items()
-            if layer in new and _FORMATS.get(name := str(dtype).removeprefix("torch."), name) != new[layer]
+            layer for layer, dtype in ran.items() if layer in now and _FORMATS.get(dtype, dtype) != now[layer]
         )
-        changed = {layer: fmt for layer, fmt in new.items() if now.get(layer) != fmt}
-        if changed or (ignored and not found):
-            found.append({"samples_seen": event.get("samples_seen") or 0, "map": changed, "ignored": ignored})
+        if ignored:
+            found[-1]["ignored"] = ignored
+        changed = {layer: fmt for layer, fmt in (event.get("map") or {}).items() if now.get(layer) != fmt}
+        if changed:
+            found.append({"samples_seen": event.get("samples_seen") or 0, "map": changed, "ignored": []})
             now.update(changed)
-        elif ignored and found:
-            found[-1] = {**found[-1], "ignored": ignored}
     return tuple(found)
 
 

@@ -170,7 +170,7 @@ def main(groups: Sequence[Group], comparer: Comparer, *, margin: float | None = 
                     mean((r.metric("train_seconds") for r in done), digits=1, mark=mark),
                     REFERENCE if is_reference else as_ratio(against["time"]),
                     REFERENCE if label == group.best_static else as_ratio(best),
-                    mean((peak_bytes(r) for r in done), digits=0, scale=1 / MIB, interval=False),
+                    mean((peak_bytes(r) for r in done), digits=1, scale=1 / MIB, interval=False),
                     REFERENCE if is_reference else as_ratio(against["bytes"]),
                     mean((r.metric("peak_rss_bytes") for r in done), digits=0, scale=1 / MIB, interval=False),
                     mean(share, digits=1, scale=100, interval=False),

@@ -128,8 +128,9 @@ def make_events(cell: dict, metrics: dict, *, points: int = 30) -> list[dict]:
         seen, clock = int(total * t), seconds * (1 - (1 - t) ** 1.1 if "precision" in on else t)
         batch = cell["batch"] * (1 if "batch" not in on or t < 0.3 else 2 if t < 0.7 else 4)
         if "precision" in on and i in (1, 4, 12, 20):
+            before = dict(formats)
             formats |= dict.fromkeys(LAYERS[1 : 1 + i // 4], "bf16")
-            verified = {layer: DTYPE[f] for layer, f in formats.items()}
+            verified = {layer: DTYPE[f] for layer, f in before.items()}  # what ran until now
             events.append(
                 {
                     "event": "precision_map",

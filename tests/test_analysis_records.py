@@ -77,7 +77,7 @@ def test_a_corrupt_result_is_one_error_with_file_and_line(folder, change, messag
     result = json.loads(file.read_text())
     change(result)
     file.write_text(json.dumps(result))
-    with pytest.raises(RecordError, match="result.json:1: .*run the cell again") as caught:
+    with pytest.raises(RecordError, match=r"result\.json:1: .*run the cell again") as caught:
         load(folder)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -167,14 +167,22 @@ def test_thinning_keeps_ends_and_both_sides_of_every_change_of_batch():
 
 def test_a_layer_that_ran_in_another_format_is_known():
     """Never silently something else than was asked."""
+    both = {"a": "bf16", "b": "bf16"}
+    ran = {"a": "torch.bfloat16", "b": "torch.float32"}  # an event verifies the map in force before it
     events = [
-        {"event": "precision_map", "samples_seen": 0, "map": {"a": "bf16", "b": "bf16"}, "verified": {}},
-        {"event": "precision_map", "samples_seen": 5, "map": {"a": "bf16", "b": "bf16"}, "verified": {"a": "torch.bfloat16", "b": "torch.float32"}},
-        {"event": "precision_map", "samples_seen": 9, "map": {"a": "fp32", "b": "bf16"}, "verified": {"a": "float32"}},
-    ]  # fmt: skip
+        {"event": "precision_map", "samples_seen": 0, "map": both, "verified": {}},
+        {"event": "precision_map", "samples_seen": 9, "map": both | {"a": "fp32"}, "verified": ran},
+        {
+            "event": "precision_map",
+            "samples_seen": 12,
+            "map": both | {"a": "fp32"},
+            "verified": {"a": "float32"},
+        },
+    ]
     maps = series_from_events(events).maps
-    assert maps[0] == {"samples_seen": 0, "map": {"a": "bf16", "b": "bf16"}, "ignored": ["b"]}
+    assert maps[0] == {"samples_seen": 0, "map": both, "ignored": ["b"]}
     assert maps[1] == {"samples_seen": 9, "map": {"a": "fp32"}, "ignored": []}
+    assert len(maps) == 2
 
 
 def test_an_empty_log_is_no_error(tmp_path):
