@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import signal
 import sys
+import threading
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from .cells import Cell
 from .folder import RunFolder
-from .grid import Cell
-from .record import Log, RecordError, read_json, read_lines, write_json
+from .locks import locked
+from .record import Log, RecordError, read_json, write_json
 
 __all__ = ["Options", "run_cell"]
+
+WAIT = 60.0
+"""Seconds to wait for a former process of the same cell to be gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,7 @@ class Options:
         checkpoint_seconds: seconds between checkpoints; 0 writes none but on SIGTERM.
         timeout: seconds after which a cell ends as ``timeout``; ``None``: never.
         shared_machine: whether other cells run at the same time: their times are flagged.
+        allow_mixed_code: whether a checkpoint of other sources may be gone on from.
     """
 
     device: str = "cpu"
@@ -47,6 +53,7 @@ class Options:
     checkpoint_seconds: float = 60.0
     timeout: float | None = None
     shared_machine: bool = False
+    allow_mixed_code: bool = False
 
 
 def run_cell(out: str, cell_id: str, options: Options) -> str:
@@ -57,8 +64,14 @@ def run_cell(out: str, cell_id: str, options: Options) -> str:
     """
     folder = RunFolder(out)
     home = folder.cell_folder(cell_id)
-    cell = Cell.from_json(read_json(home / "cell.json"))
+    # A former owner that was told to die may need a moment; the kernel drops its lock when it has.
+    with locked(home / ".running", wait=WAIT):
+        return _run(folder, home, Cell.from_json(read_json(home / "cell.json")), options)
+
+
+def _run(folder: RunFolder, home: Path, cell: Cell, options: Options) -> str:
     stop = _Stop()
+    owner = folder.owner(cell.id)
     provenance: dict[str, Any] = {}
     parts: dict[str, Any] = {}
     try:
@@ -77,28 +90,33 @@ def run_cell(out: str, cell_id: str, options: Options) -> str:
         if isinstance(error, SystemExit | KeyboardInterrupt) and not stop.asked:
             raise
     parts = {"metrics": {}, "report": {}, **parts}
+    if folder.owner(cell.id) != owner:
+        print("the claim went to another runner while this one was away: its result counts", file=sys.stderr)
+        return state
+    shared = options.shared_machine or bool(parts.pop("shared_machine", False))
     folder.write_result(
         cell,
         state=state,
         reason=reason,
         provenance=provenance,
         options=asdict(options),
-        shared_machine=options.shared_machine,
+        shared_machine=shared,
         **parts,
     )
     if state == "done":
-        for path in home.glob("checkpoint*.pt"):
+        for path in home.glob("checkpoint-*.pt"):
             path.unlink(missing_ok=True)
     return state
 
 
 class _Stop:
-    """SIGTERM and SIGINT ask the trainer to stop at the end of its step; SIGALRM ends a cell that took too long."""
+    """SIGTERM and SIGINT ask the trainer to stop at the end of its step."""
 
     def __init__(self) -> None:
         self.asked = False
-        signal.signal(signal.SIGTERM, self._ask)
-        signal.signal(signal.SIGINT, self._ask)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._ask)
+            signal.signal(signal.SIGINT, self._ask)
 
     def _ask(self, *_: Any) -> None:
         self.asked = True
@@ -133,13 +151,15 @@ def _state_of(error: BaseException, stop: _Stop) -> tuple[str, str]:
 def _train(folder: RunFolder, cell: Cell, options: Options, stop: _Stop) -> dict[str, Any]:
     import torch
 
+    from .checkpoint import load_checkpoint, save_checkpoint
+    from .provenance import sources_hash
     from .train import Run, train
 
     home = folder.cell_folder(cell.id)
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(f"--device {options.device}: torch sees no CUDA device; use --device cpu")
-    checkpoint = _load_checkpoint(home, cell)
+    checkpoint = load_checkpoint(home, cell, sources=None if options.allow_mixed_code else sources_hash())
     log = Log(home / "log.jsonl", size=checkpoint["log_bytes"] if checkpoint else 0)
     key = _calibration_key(cell, options)
     clock = {"saved": time.monotonic(), "began": time.monotonic()}
@@ -147,18 +167,20 @@ def _train(folder: RunFolder, cell: Cell, options: Options, stop: _Stop) -> dict
     def due() -> bool:
         if options.timeout is not None and time.monotonic() - clock["began"] > options.timeout:
             raise _TimedOut(f"the cell took more than {options.timeout:g} s (--timeout)")
-        return options.checkpoint_seconds > 0 and time.monotonic() - clock["saved"] > options.checkpoint_seconds
+        return (
+            options.checkpoint_seconds > 0 and time.monotonic() - clock["saved"] > options.checkpoint_seconds
+        )
 
     def save(state: dict[str, Any]) -> None:
-        _save_checkpoint(home, state)
+        save_checkpoint(home, {**state, "sources": sources_hash()})
         clock["saved"] = time.monotonic()
 
     def progress(share: float, samples: int, loss: float) -> None:
         folder.touch(cell.id)
-        try:
-            write_json(home / "progress.json", {"share": share, "samples_seen": samples, "loss": loss})
-        except RecordError:
-            pass  # a table's cosmetics; the log itself raises when the disk is full
+        with suppress(RecordError):  # for the table alone; the log itself raises when the disk is full
+            write_json(
+                home / "progress.json", {"share": share, "samples_seen": samples, "loss": loss}, durable=False
+            )
 
     run = Run(
         cell=cell,
@@ -196,12 +218,24 @@ def _calibration_key(cell: Cell, options: Options) -> str:
 
     config = cell.settings["config"]
     asked = {
-        "precision": {k: config["precision"][k] for k in ("rule", "gate", "ladder", "pin", "cost_budget_seconds")},
+        "precision": {
+            k: config["precision"][k] for k in ("rule", "gate", "ladder", "pin", "cost_budget_seconds")
+        },
         "curvature": config["curvature"],
-        "batch": {k: config["batch"][k] for k in ("rule", "initial", "minimum", "maximum", "ladder", "noise_cap")},
+        "batch": {
+            k: config["batch"][k] for k in ("rule", "initial", "minimum", "maximum", "ladder", "noise_cap")
+        },
     }
     text = json.dumps(
-        [cell.model, cell.dataset, cell.batch, asked, machine_key(options.device), options.threads, sources_hash()],
+        [
+            cell.model,
+            cell.dataset,
+            cell.batch,
+            asked,
+            machine_key(options.device),
+            options.threads,
+            sources_hash(),
+        ],
         sort_keys=True,
     )
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -224,52 +258,3 @@ def _load_trace(folder: RunFolder, cell: Cell) -> Any:
     from triaccel.trace import Trace
 
     return Trace.load(folder.cell_folder(cell.needs) / "trace.jsonl")
-
-
-# ---------------------------------------------------------------- checkpoints
-
-
-def _save_checkpoint(home: Path, state: dict[str, Any]) -> None:
-    """Newest in ``checkpoint.pt``, the one before in ``checkpoint.1.pt``; each whole or not at all."""
-    import torch
-
-    newest, before = home / "checkpoint.pt", home / "checkpoint.1.pt"
-    partial = home / f".checkpoint.{os.getpid()}"
-    try:
-        with open(partial, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        if newest.exists():
-            os.replace(newest, before)
-        os.replace(partial, newest)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise RecordError(f"cannot write {newest}: {error.strerror}; free space, then run again to resume") from error
-
-
-def _load_checkpoint(home: Path, cell: Cell) -> dict[str, Any] | None:
-    """The newest checkpoint that can be read, with a word about those that cannot."""
-    import pickle
-
-    import torch
-
-    for path in (home / "checkpoint.pt", home / "checkpoint.1.pt"):
-        if not path.is_file():
-            continue
-        try:
-            saved: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
-            if saved["cell"] != cell.id:
-                raise ValueError(f"it belongs to cell {saved['cell']}")
-            lines = sum(1 for _ in read_lines(home / "log.jsonl"))
-            if (home / "log.jsonl").stat().st_size < saved["log_bytes"]:
-                raise ValueError(f"log.jsonl, {lines} lines, is shorter than the checkpoint says")
-            return saved
-        except (RuntimeError, ValueError, KeyError, EOFError, OSError, RecordError, pickle.UnpicklingError) as error:
-            print(f"{path} cannot be used ({error}): falling back to the one before", file=sys.stderr, flush=True)
-    return None
-
-
-if __name__ == "__main__":
-    out, cell_id, options = sys.argv[1:4]
-    run_cell(out, cell_id, Options(**json.loads(options)))

@@ -153,9 +153,7 @@ def _donor(grid: Grid, arm: str, model: str, dataset: str, seed: int) -> Cell:
     return _cell(grid, adaptive, model, dataset, other)
 
 
-def _cell(
-    grid: Grid, arm: str, model: str, dataset: str, seed: int, *, needs: Cell | None = None
-) -> Cell:
+def _cell(grid: Grid, arm: str, model: str, dataset: str, seed: int, *, needs: Cell | None = None) -> Cell:
     config = arm_config(arm, grid.config).model_copy(update={"seed": seed})
     settings = {
         "epochs": grid.epochs,

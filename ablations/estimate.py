@@ -6,8 +6,8 @@ from .grid import Cell
 
 __all__ = ["estimate_seconds"]
 
-# Images per second in FP32 training at 32×32, measured on 2 x86-64 cores with AVX512-BF16; for CUDA a guess from public figures of
-# an A100-class card, to be read as an order of magnitude.
+# Images per second in FP32 training at 32×32, measured on 2 x86-64 cores with AVX512-BF16; for CUDA a guess from public figures
+# of an A100-class card, to be read as an order of magnitude.
 _RATE = {
     "cpu": {"resnet18": 700.0, "efficientnet_b0": 700.0, "resnet18-cifar": 60.0, "resnet8": 4000.0},
     "cuda": {"resnet18": 12000.0, "efficientnet_b0": 9000.0, "resnet18-cifar": 9000.0, "resnet8": 30000.0},
@@ -32,5 +32,7 @@ def estimate_seconds(cell: Cell, *, device: str) -> float:
     rate = _RATE[kind].get(cell.model, 500.0)
     if cell.arm.startswith("amp-bf16") and kind == "cpu" and cell.model == "efficientnet_b0":
         rate /= 2.0
-    tests = 0.2 * samples / (3 * rate) * (cell.settings["epochs"] if cell.settings["evaluate"] == "epoch" else 1)
+    tests = (
+        0.2 * samples / (3 * rate) * (cell.settings["epochs"] if cell.settings["evaluate"] == "epoch" else 1)
+    )
     return _START + samples * cell.settings["epochs"] / rate + tests

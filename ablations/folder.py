@@ -7,8 +7,8 @@
     OUT/cells/<id>/log.jsonl trace.jsonl checkpoint*.pt stdout.log
     OUT/calibration/<key>.json    measured once, shared by arms and seeds
 
-A claim is a file made with O_EXCL and touched while its owner lives. One whose owner is dead (same host), or that was not touched
-for ``LEASE`` seconds, is stale: it is renamed away by one taker only, and claimed anew. Source: ours.
+A claim is a file written under the cell's lock and touched while its owner lives. One whose owner is dead (same host), or that
+was not touched for ``LEASE`` seconds by the file system's clock (another host), is stale and may be replaced. Source: ours.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from .grid import Cell, Grid, GridError
+from .cells import Cell
+from .grid import _LISTS, Grid, GridError
+from .locks import locked, me, started
 from .record import RecordError, read_json, write_json
 
 __all__ = ["FINAL", "LEASE", "RunFolder"]
@@ -61,14 +63,32 @@ class RunFolder:
         if record.is_file():
             there = read_json(record)
             if there.get("hash") != grid.digest:
+                changed = _difference(there.get("spec", {}), wanted["spec"])
                 raise GridError(
-                    f"{self.path} holds the results of another grid ({there.get('grid')!r}, {there.get('hash')}; now {grid.name!r}, "
-                    f"{grid.digest}: {_difference(there.get('spec', {}), wanted['spec'])}). Finished cells are kept: choose another --out"
+                    f"{self.path} holds the results of another grid ({there.get('grid')!r} {there.get('hash')}, now "
+                    f"{grid.name!r} {grid.digest}: {changed}). Finished cells are kept: choose another --out"
                 )
+            self._widen(record, there, wanted)
             return
         if self.path.exists() and any(self.path.iterdir()):
             raise GridError(f"{self.path} is not empty and holds no grid.json: choose another --out")
         write_json(record, wanted)
+
+    def _widen(self, record: Path, there: dict[str, Any], wanted: dict[str, Any]) -> None:
+        """Keep in ``grid.json`` every arm, model, data set and seed that was ever asked for."""
+        with locked(self.path / ".lock"):
+            spec = dict(there["spec"])
+            for key, value in wanted["spec"].items():
+                if isinstance(value, list):
+                    spec[key] = [
+                        *spec.get(key, []),
+                        *(item for item in value if item not in spec.get(key, [])),
+                    ]
+                elif isinstance(value, dict) and key in ("arms_of_model", "best_static"):
+                    spec[key] = {**spec.get(key, {}), **value}
+            spec["more_seeds"] = [seed for seed in spec["more_seeds"] if seed not in spec["seeds"]]
+            if spec != there["spec"]:
+                write_json(record, {**there, "spec": spec})
 
     def cell_folder(self, cell_id: str) -> Path:
         """``OUT/cells/<id>``; never outside OUT.
@@ -84,7 +104,7 @@ class RunFolder:
         """Write ``cell.json`` unless it is there."""
         path = self.cell_folder(cell.id) / "cell.json"
         if not path.is_file():
-            write_json(path, cell.to_json())
+            write_json(path, cell.to_json(), durable=False)
 
     # ---------------------------------------------------------------- results
 
@@ -117,56 +137,47 @@ class RunFolder:
         return self.cell_folder(cell_id) / "claim"
 
     def claim(self, cell_id: str) -> bool:
-        """Take the cell unless somebody alive has it."""
-        path = self._claim_path(cell_id)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for _ in range(2):
-            # Whole content appears at once: a link to a finished file, which fails if the name is taken.
-            draft = path.with_name(f".claim.{uuid.uuid4().hex}")
-            draft.write_text(json.dumps({"token": self._token, "host": socket.gethostname(), "pid": os.getpid()}))
-            try:
-                os.link(draft, path)
-                return True
-            except FileExistsError:
-                if not self._stale(path):
-                    return False
-                self._evict(path)
-            except OSError as error:
-                raise RecordError(f"cannot claim {path}: {error.strerror}; check --out") from error
-            finally:
-                draft.unlink(missing_ok=True)
-        return False
+        """Take the cell unless somebody alive has it.
 
-    def _stale(self, path: Path) -> bool:
+        Raises:
+            RecordError: the folder cannot be written.
+        """
+        path = self._claim_path(cell_id)
         try:
-            age = time.time() - path.stat().st_mtime
-            owner = json.loads(path.read_text())
+            with locked(path.with_name(".lock")) as lock:
+                if path.exists() and not self._stale(path, now=_touched(lock)):
+                    return False
+                draft = path.with_name(f".claim.{uuid.uuid4().hex}")
+                draft.write_text(json.dumps({"token": self._token, **me()}), encoding="utf-8")
+                os.replace(draft, path)
+        except OSError as error:
+            raise RecordError(f"cannot claim {path}: {error.strerror}; check --out") from error
+        return True
+
+    def _stale(self, path: Path, *, now: float | None = None) -> bool:
+        """Whether the owner of a claim is dead: known on its own host, by age elsewhere."""
+        try:
+            age = (time.time() if now is None else now) - path.stat().st_mtime
+            owner = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return True
         except (json.JSONDecodeError, OSError):
             return age > self._lease
-        if owner["host"] == socket.gethostname():
-            return not _alive(int(owner["pid"]))
-        return abs(age) > self._lease
-
-    def _evict(self, path: Path) -> None:
-        """Move a stale claim away; of several takers the one whose rename finds it stale still wins."""
-        away = path.with_name(f".stale.{uuid.uuid4().hex}")
-        with suppress(FileNotFoundError):
-            os.rename(path, away)
-            if self._stale(away):
-                away.unlink(missing_ok=True)
-            else:  # somebody claimed it in between: give it back
-                with suppress(FileExistsError):
-                    os.link(away, path)
-                away.unlink(missing_ok=True)
+        here = me()
+        if owner["host"] == here["host"]:
+            return started(int(owner["pid"])) != owner["started"]
+        return age > self._lease
 
     def holds(self, cell_id: str) -> bool:
         """Whether the claim is ours."""
+        return self.owner(cell_id) == self._token
+
+    def owner(self, cell_id: str) -> str | None:
+        """Token of whoever has the cell, alive or not."""
         try:
-            return json.loads(self._claim_path(cell_id).read_text())["token"] == self._token
+            return str(json.loads(self._claim_path(cell_id).read_text(encoding="utf-8"))["token"])
         except (FileNotFoundError, json.JSONDecodeError, KeyError):
-            return False
+            return None
 
     def touch(self, cell_id: str) -> None:
         """Renew the lease."""
@@ -175,8 +186,9 @@ class RunFolder:
 
     def release(self, cell_id: str) -> None:
         """Give the cell back."""
-        if self.holds(cell_id):
-            self._claim_path(cell_id).unlink(missing_ok=True)
+        with suppress(FileNotFoundError), locked(self.cell_folder(cell_id) / ".lock"):
+            if self.holds(cell_id):
+                self._claim_path(cell_id).unlink(missing_ok=True)
 
     def claimed(self, cell_id: str) -> bool:
         """Whether somebody alive has the cell."""
@@ -190,23 +202,16 @@ class RunFolder:
                 yield path.parent.name
 
 
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    try:  # a zombie is dead
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return True
-
-
 def _difference(before: Any, after: Any, path: str = "") -> str:
     """First field in which two grids differ."""
     if isinstance(before, dict) and isinstance(after, dict):
-        for key in sorted(set(before) | set(after)):
+        for key in sorted((set(before) | set(after)) - (set(_LISTS) if not path else set())):
             if before.get(key) != after.get(key):
                 return _difference(before.get(key), after.get(key), f"{path}.{key}".lstrip("."))
     return f"{path} was {before!r}, is {after!r}"
+
+
+def _touched(lock: Any) -> float:
+    """Now, by the clock of the file system that holds ``lock``."""
+    os.utime(lock.name)
+    return Path(lock.name).stat().st_mtime

@@ -20,13 +20,27 @@ from triaccel.types import TriAccelError
 
 from .cells import Cell, digest, expand
 
-__all__ = ["BUILT_IN", "Cell", "Grid", "GridError", "Recipe", "expand", "load_grid", "override", "read_config"]
+__all__ = [
+    "BUILT_IN",
+    "Cell",
+    "Grid",
+    "GridError",
+    "Recipe",
+    "expand",
+    "load_grid",
+    "override",
+    "read_config",
+]
 
 _HERE = Path(__file__).parent / "grids"
 BUILT_IN: tuple[str, ...] = tuple(sorted(path.stem for path in _HERE.glob("*.toml")))
 """Names of the grids that come with the package: ``ablations/grids/*.toml``."""
 
 Seeds = tuple[int, ...]
+
+
+_LISTS = ("models", "datasets", "arms", "arms_of_model", "seeds", "primary", "more_seeds", "best_static")
+"""Fields that say which cells there are, not what a cell is."""
 
 
 class GridError(TriAccelError):
@@ -95,8 +109,8 @@ class Grid(BaseModel):
 
     @property
     def digest(self) -> str:
-        """First 16 hex digits of the hash of the grid."""
-        return digest(self.model_dump(mode="json"), 16)
+        """First 16 hex digits of the hash of what all cells share; a folder may gain arms, models, data sets and seeds only."""
+        return digest(self.model_dump(mode="json", exclude=set(_LISTS)), 16)
 
     def arms_for(self, model: str) -> tuple[str, ...]:
         """Arms that run on ``model``, in the grid's order."""
@@ -128,7 +142,8 @@ def load_grid(name: str, *, sets: Sequence[str] = (), changes: dict[str, Any] | 
         return Grid.model_validate(data)
     except ValidationError as error:
         problems = "; ".join(
-            f"{'.'.join(str(part) for part in item['loc']) or 'grid'}: {item['msg']}" for item in error.errors()
+            f"{'.'.join(str(part) for part in item['loc']) or 'grid'}: {item['msg']}"
+            for item in error.errors()
         )
         raise GridError(f"{source}: {problems}") from error
 
@@ -160,7 +175,9 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 def _read_toml(path: Path) -> tuple[dict[str, Any], str]:
     if not path.is_file():
-        raise GridError(f"no grid {str(path)!r}: the built-in grids are {', '.join(BUILT_IN)}; anything else is the path of a TOML file")
+        raise GridError(
+            f"no grid {str(path)!r}: the built-in grids are {', '.join(BUILT_IN)}; anything else is the path of a TOML file"
+        )
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

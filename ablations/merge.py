@@ -25,7 +25,9 @@ def merge(source: Path, into: RunFolder) -> int:
         RecordError: ``source`` is no run, or a record is corrupt.
     """
     if read_json(source / "grid.json")["hash"] != read_json(into.path / "grid.json")["hash"]:
-        raise GridError(f"{source} holds another grid than {into.path}: only shards of one grid can be merged")
+        raise GridError(
+            f"{source} holds another grid than {into.path}: only shards of one grid can be merged"
+        )
     other = RunFolder(source)
     copied = 0
     for home in sorted((source / "cells").glob("*/result.json")):
@@ -34,7 +36,11 @@ def merge(source: Path, into: RunFolder) -> int:
             continue
         target = into.cell_folder(cell_id)
         partial = target.with_name(f".{cell_id}.{uuid.uuid4().hex}")
-        shutil.copytree(home.parent, partial, ignore=shutil.ignore_patterns("claim", ".*", "checkpoint*.pt", "progress.json"))
+        shutil.copytree(
+            home.parent,
+            partial,
+            ignore=shutil.ignore_patterns("claim", ".*", "checkpoint*.pt", "progress.json"),
+        )
         if target.exists():
             if into.claimed(cell_id):
                 shutil.rmtree(partial)

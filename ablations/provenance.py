@@ -22,7 +22,10 @@ def sources_hash() -> str:
     """First 16 hex digits of SHA-256 over the sources that decide a result: ``triaccel``, ``baselines`` and the trainer."""
     digest = hashlib.sha256()
     files = [*(_ROOT / "triaccel").rglob("*.py"), *(_ROOT / "baselines").rglob("*.py")]
-    files += [_ROOT / "ablations" / name for name in ("train.py", "workloads.py", "cell.py", "timing.py")]
+    files += [
+        _ROOT / "ablations" / name
+        for name in ("train.py", "workloads.py", "cell.py", "cells.py", "timing.py", "checkpoint.py")
+    ]
     for path in sorted(files):
         if path.is_file():
             digest.update(str(path.relative_to(_ROOT)).encode() + b"\0" + path.read_bytes())
@@ -33,7 +36,11 @@ def sources_hash() -> str:
 def _git_commit() -> str | None:
     try:
         found = subprocess.run(
-            ["git", "-C", str(_ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True
+            ["git", "-C", str(_ROOT), "rev-parse", "HEAD"],
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError):
         return None
@@ -100,7 +107,9 @@ def _nvml(index: int) -> dict[str, Any]:
 
         pynvml.nvmlInit()
         uuid = str(torch.cuda.get_device_properties(index).uuid)
-        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
+        handle = pynvml.nvmlDeviceGetHandleByUUID(
+            uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+        )
         driver = pynvml.nvmlSystemGetDriverVersion()
         clocks = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
         pynvml.nvmlShutdown()

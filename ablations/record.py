@@ -11,6 +11,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,13 @@ def _dumps(value: Any) -> str:
     return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
     """Write ``value`` to ``path`` whole or not at all.
+
+    Args:
+        path: the file.
+        value: a JSON value.
+        durable: on disk before this returns; ``False`` for what can be made again.
 
     Raises:
         RecordError: the disk is full or the folder read-only; what stood at ``path`` still does.
@@ -53,15 +59,16 @@ def write_json(path: Path, value: Any) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(beside, "w", encoding="utf-8") as file:
             file.write(_dumps(value) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(beside, path)
     except OSError as error:
-        try:
+        with suppress(OSError):  # the same full or read-only disk: the error below says so
             beside.unlink(missing_ok=True)
-        except OSError:
-            pass  # the same full or read-only disk: the error below says so
-        raise RecordError(f"cannot write {path}: {error.strerror}; free space or choose another --out, then run again") from error
+        raise RecordError(
+            f"cannot write {path}: {error.strerror}; free space or choose another --out, then run again"
+        ) from error
 
 
 def read_json(path: Path) -> Any:
@@ -120,8 +127,11 @@ class Log:
                 data = path.read_bytes()
                 size = data.rfind(b"\n") + 1
             if path.stat().st_size < size:
-                raise RecordError(f"{path} has {path.stat().st_size} bytes, the checkpoint says {size}: it was cut from outside")
-            self._file = open(path, "r+b", buffering=0)
+                raise RecordError(
+                    f"{path} has {path.stat().st_size} bytes, the checkpoint says {size}: it was cut from outside; "
+                    "delete the cell's checkpoints, and the cell starts anew"
+                )
+            self._file = open(path, "r+b", buffering=0)  # noqa: SIM115 (closed by close)
             self._file.truncate(size)
             self._file.seek(size)
         except OSError as error:
@@ -145,12 +155,12 @@ class Log:
             if written != len(line):
                 raise OSError(28, "only part of the line could be written (disk full)")
         except OSError as error:
-            try:
+            with suppress(OSError):  # readers leave a torn last line out
                 self._file.truncate(start)
                 self._file.seek(start)
-            except OSError:
-                pass  # readers leave a torn last line out
-            raise RecordError(f"cannot write {self.path}: {error.strerror}; free space, then run again to resume") from error
+            raise RecordError(
+                f"cannot write {self.path}: {error.strerror}; free space, then run again to resume"
+            ) from error
 
     def close(self) -> None:
         """Flush to disk and close."""

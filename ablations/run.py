@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from triaccel.types import TriAccelError
 
 from .cell import Options
+from .cells import digest
 from .estimate import estimate_seconds
 from .folder import RunFolder
 from .grid import Cell, Grid, expand, load_grid
@@ -29,7 +30,7 @@ class Arguments:
     grid: str = "quick"
     """Built-in grid (quick, cpu, full, gpu-check) or the path of a TOML file."""
     out: Path | None = None
-    """Folder of the results; runs/GRID by default."""
+    """Folder of the results; by default runs/GRID, or runs/GRID-HASH where options change the grid."""
     arms: str | None = None
     """Arms instead of the grid's, separated by commas; each may end in @BATCH."""
     seeds: str | None = None
@@ -93,7 +94,7 @@ def _run(arguments: Arguments) -> int:
     if arguments.dry_run:
         _list(grid, cells, arguments.device)
         return 0
-    folder = RunFolder(arguments.out or Path("runs") / grid.name)
+    folder = RunFolder(arguments.out or Path("runs") / _name(arguments.grid, grid))
     folder.open(grid)
     if arguments.merge:
         from .merge import merge
@@ -115,7 +116,7 @@ def _grid(arguments: Arguments) -> Grid:
         "arms": _split(arguments.arms),
         "seeds": _seeds(arguments.seeds),
         "models": _split(arguments.model),
-        "datasets": _split(arguments.dataset),
+        "datasets": _datasets(arguments.dataset),
         "epochs": arguments.epochs,
     }
     if changes["seeds"] is not None:
@@ -127,8 +128,25 @@ def _grid(arguments: Arguments) -> Grid:
     return load_grid(arguments.grid, sets=arguments.set or [], changes=changes)
 
 
+def _name(asked: str, grid: Grid) -> str:
+    """Folder under ``runs``: the grid's name; a grid changed by options gets one of its own, the same at every call."""
+    plain = load_grid(asked)
+    same = (grid.digest, grid.models, grid.datasets) == (plain.digest, plain.models, plain.datasets)
+    return grid.name if same else f"{grid.name}-{digest([grid.digest, grid.models, grid.datasets], 8)}"
+
+
 def _split(text: str | None) -> list[str] | None:
     return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _datasets(text: str | None) -> list[str] | None:
+    """Names; the path of ``folder:PATH`` made absolute, so that a cell means the same from everywhere."""
+    return _split(text) and [
+        f"folder:{Path(name.removeprefix('folder:')).expanduser().absolute()}"
+        if name.startswith("folder:")
+        else name
+        for name in _split(text) or []
+    ]
 
 
 def _seeds(text: str | None) -> list[int] | None:
@@ -157,7 +175,9 @@ def _check_names(grid: Grid) -> None:
             if not Path(dataset.removeprefix("folder:")).is_dir():
                 raise TriAccelError(f"no folder {dataset.removeprefix('folder:')!r} for data set {dataset!r}")
         elif dataset not in _DATASETS:
-            raise TriAccelError(f"unknown data set {dataset!r}; the data sets are {', '.join(_DATASETS)}, folder:PATH")
+            raise TriAccelError(
+                f"unknown data set {dataset!r}; the data sets are {', '.join(_DATASETS)}, folder:PATH"
+            )
 
 
 def _list(grid: Grid, cells: list[Cell], device: str) -> None:
@@ -165,7 +185,9 @@ def _list(grid: Grid, cells: list[Cell], device: str) -> None:
     for cell in cells:
         seconds = estimate_seconds(cell, device=device)
         total += seconds
-        print(f"{cell.id}  {cell.model:16} {cell.dataset:13} {cell.arm:22} seed {cell.seed:<3} about {seconds:7.0f} s")
+        print(
+            f"{cell.id}  {cell.model:16} {cell.dataset:13} {cell.arm:22} seed {cell.seed:<3} about {seconds:7.0f} s"
+        )
     blocks = len({cell.block for cell in cells})
     print(
         f"grid {grid.name} ({grid.digest}): {len(cells)} cells in {blocks} blocks, {grid.epochs} epochs each; "
@@ -229,7 +251,10 @@ def _summary(folder: RunFolder, cells: list[Cell], finished: bool) -> int:
     print(", ".join(f"{count} {state}" for state, count in sorted(states.items())) + f" in {folder.path}")
     good = all(folder.finished(cell.id) for cell in cells)
     if not good:
-        print("call the same command again to run what is missing" + ("" if finished else " (stopped before the end)"))
+        print(
+            "call the same command again to run what is missing"
+            + ("" if finished else " (stopped before the end)")
+        )
     return 0 if good else 1
 
 

@@ -1,7 +1,8 @@
 """Which cell comes next. Needs no torch.
 
-Several runners may share one folder: each takes the first cell that is not finished, that nobody alive has claimed, and whose need
-(the run that a ``replay`` replays) is done. A cell is tried once per call, and again after an infrastructure failure. Source: ours.
+Several runners may share one folder: each takes the first cell that is not finished, that nobody alive has claimed, and whose
+need (the run that a ``replay`` replays) is done. A cell is tried once per call, and again after an infrastructure failure.
+Source: ours.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from .cells import Cell
 from .folder import RunFolder
-from .grid import Cell
 
 __all__ = ["Queue", "in_shard"]
 
@@ -55,6 +56,15 @@ class Queue:
         """Cells not yet taken by us and not known to be finished."""
         return len(self._pending)
 
+    @property
+    def ready(self) -> bool:
+        """Whether some cell left could be claimed now."""
+        return any(
+            not self.folder.claimed(cell.id)
+            and (cell.needs is None or self.folder.state(cell.needs) == "done")
+            for cell in self._pending
+        )
+
     def take(self) -> Cell | None:
         """Claim the next cell that can run; ``None`` if there is none right now."""
         for cell in list(self._pending):
@@ -92,8 +102,16 @@ class Queue:
     def _give_up(self, cell: Cell) -> None:
         self._pending.remove(cell)
         state = self.folder.state(cell.needs or "")
-        where = "is not in this grid or shard" if cell.needs not in self._known and state is None else f"ended {state!r}"
+        where = (
+            "is not in this grid or shard"
+            if cell.needs not in self._known and state is None
+            else f"ended {state!r}"
+        )
         if self.folder.claim(cell.id):
-            reason = f"replay needs the trace of cell {cell.needs}, which {where}: run that first (arm tri-accel)"
-            self.folder.write_result(cell, state="error", reason=reason, metrics={}, report={}, provenance={}, shared_machine=False)
+            reason = (
+                f"replay needs the trace of cell {cell.needs}, which {where}: run that first (arm tri-accel)"
+            )
+            self.folder.write_result(
+                cell, state="error", reason=reason, metrics={}, report={}, provenance={}, shared_machine=False
+            )
             self.folder.release(cell.id)

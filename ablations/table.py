@@ -12,9 +12,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from .cells import Cell
 from .estimate import estimate_seconds
 from .folder import FINAL, RunFolder
-from .grid import Cell
 from .record import RecordError, read_json
 
 __all__ = ["Progress"]
@@ -65,18 +65,21 @@ class Progress:
         if state in FINAL:
             self._took[cell.id] = took
             self._state[cell.id] = state
-        text = f"{len(self._state)}/{len(self._cells)}  {cell.arm:22} {cell.model} {cell.dataset} seed {cell.seed}  {state:11} {took:6.1f} s"
+        text = (
+            f"{len(self._state)}/{len(self._cells)}  {cell.arm:22} {cell.model} {cell.dataset} seed {cell.seed}  "
+            f"{state:11} {took:6.1f} s"
+        )
         if state == "done":
             result = self._folder.result(cell.id)
             metrics = result["metrics"] if result else {}
             accuracy = metrics.get("test_accuracy")
             accuracy = metrics.get("validation_accuracy") if accuracy is None else accuracy
             text += f"  accuracy {accuracy:.2%}" if accuracy is not None else ""
-            self._console.print(Text(text))
+            self._console.print(Text(text), soft_wrap=True)
         else:
             log = self._folder.cell_folder(cell.id) / "stdout.log"
             more = f"\n    {reason}" + (f"\n    log: {log}" if state in ("error", "timeout", "retry") else "")
-            self._console.print(Text(text + more, style="" if state in FINAL else "bold red"))
+            self._console.print(Text(text + more, style="" if state in FINAL else "bold red"), soft_wrap=True)
 
     def tick(self) -> None:
         """Called now and then."""

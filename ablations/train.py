@@ -1,7 +1,7 @@
 """One trainer for all arms: same data order, same recipe, same protocol of timing and evaluation. Source: ours.
 
-Training time has the controllers' own cost and the calibration inside; evaluation, checkpoints and logging to disk are outside. Final
-accuracy is that of the last weights, in FP32, whatever the arm.
+Training time has the controllers' own cost and the calibration inside; evaluation, checkpoints and logging to disk are outside,
+and so is one warm-up pass in the arm's own format, the same for every arm. Final accuracy is that of the last weights, in FP32.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import torch
 from torch import nn
 
 from baselines import make_arm
-from triaccel.calibration import Calibration
+from triaccel.calibration import Calibration, unchanged
 from triaccel.memory import live_tensor_bytes
 from triaccel.trace import Trace
+from triaccel.types import Precision
 
-from .grid import Cell
+from .cells import Cell
 from .record import Log
-from .timing import Stopwatch
+from .timing import ForeignLoad, Stopwatch
 from .workloads import ResidentImages, build_model, held_out, load_images, statistics
 
 __all__ = ["Diverged", "Preempted", "Run", "train"]
@@ -83,7 +84,7 @@ def train(run: Run) -> dict[str, Any]:
     """Train one cell to its end.
 
     Returns:
-        ``{"metrics": ..., "report": ..., "trace": Trace}``.
+        ``{"metrics": ..., "report": ..., "trace": Trace, "shared_machine": bool}``.
 
     Raises:
         Unsupported: the device does not accelerate the arm's format.
@@ -108,18 +109,21 @@ def train(run: Run) -> dict[str, Any]:
     if settings["recipe"]["schedule"] == "cosine":
         arm.schedule(lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)))
     loss_fn = nn.CrossEntropyLoss()
-    if hasattr(arm, "calibrate"):
-        first = train_set.fetch(torch.arange(min(cell.batch, len(train_set))), 0)
+    arm.total_samples = len(train_set) * settings["epochs"]
+    first = train_set.fetch(torch.arange(min(cell.batch, len(train_set))), 0)
+    _warm_up(arm, forward, first, loss_fn)
+    if run.checkpoint is None and hasattr(arm, "calibrate"):
         run.measured = arm.calibrate(first, loss_fn)
-    calibration_seconds = run.measured.seconds if run.measured else 0.0
 
-    watch = Stopwatch(run.device)
+    watch, load = Stopwatch(run.device), ForeignLoad()
     evaluations: list[dict[str, Any]] = []
     state = {"evaluation_seconds": 0.0, "peak_live": 0, "last_loss": math.nan, "bad": 0, "logged": 0}
     if run.checkpoint is not None:
         watch = _restore(run, model, optimizer, arm, state, evaluations)
     else:
         torch.manual_seed(cell.seed)
+    calibration = getattr(arm, "calibration", None)
+    calibration_seconds = calibration.seconds if calibration else 0.0
     epoch_samples = len(train_set)
     total = epoch_samples * settings["epochs"]
     steps_done = arm.report()["steps"]
@@ -132,22 +136,53 @@ def train(run: Run) -> dict[str, Any]:
         if tracked and tracker is not None:
             state["peak_live"] = tracker.peak_bytes
         steps_done += 1
-        with watch.paused() if _eventful(report, state, epoch_samples, total) or run.stopping() or run.due() else nullcontext():
+        with (
+            watch.paused()
+            if _eventful(report, state, epoch_samples, total) or run.stopping() or run.due()
+            else nullcontext()
+        ):
             _log_step(run, arm, report, watch, state, total)
             if report.samples_seen % epoch_samples == 0 or report.samples_seen >= total:
                 last = report.samples_seen >= total
                 if settings["evaluate"] == "epoch" or last:
-                    evaluations.append(_evaluate(run, arm, forward, test_set, watch, state, report.samples_seen, epoch_samples))
+                    evaluations.append(
+                        _evaluate(
+                            run, arm, forward, test_set, watch, state, report.samples_seen, epoch_samples
+                        )
+                    )
             if report.samples_seen < total and (run.stopping() or run.due()):
                 run.save(_checkpoint(run, model, optimizer, arm, watch, state, evaluations))
                 if run.stopping():
-                    raise Preempted(f"stopped after {report.samples_seen} of {total} samples, checkpoint written")
+                    raise Preempted(
+                        f"stopped after {report.samples_seen} of {total} samples, checkpoint written"
+                    )
     watch.stop()
+    if not math.isfinite(evaluations[-1]["loss"]):
+        raise Diverged(
+            f"the loss on the {evaluations[-1]['split']} split is {evaluations[-1]['loss']} at the end"
+        )
+    metrics = _metrics(run, arm, watch, state, evaluations, calibration_seconds)
     return {
-        "metrics": _metrics(run, arm, watch, state, evaluations, calibration_seconds),
+        "metrics": metrics | {"foreign_cores": load.cores},
         "report": arm.report(),
         "trace": arm.trace,
+        "shared_machine": load.disturbs,
     }
+
+
+def _warm_up(arm: Any, model: nn.Module, batch: Any, loss_fn: nn.Module) -> None:
+    """Forward and backward twice, nothing kept: caches of kernels fill before the clock starts, for every arm alike."""
+    device, fixed = batch[0].device, getattr(arm, "precision", Precision.FP32)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    with unchanged(model):
+        for _ in range(2):
+            with torch.autocast(
+                device.type,
+                torch.bfloat16 if fixed is Precision.FP32 else fixed.torch_dtype,
+                enabled=fixed is not Precision.FP32,
+            ):
+                loss = loss_fn(model(batch[0]), batch[1])
+            torch.autograd.grad(loss, parameters)
 
 
 def _data(run: Run) -> tuple[ResidentImages, ResidentImages, int]:
@@ -196,7 +231,7 @@ def _log_step(run: Run, arm: Any, report: Any, watch: Stopwatch, state: dict[str
             "step",
             step=report.step,
             samples_seen=report.samples_seen,
-            loss=loss,
+            loss=loss if math.isfinite(loss) else None,
             batch_size=report.batch_size,
             rate_factor=report.rate_factor,
             train_seconds=watch.seconds,
@@ -207,7 +242,9 @@ def _log_step(run: Run, arm: Any, report: Any, watch: Stopwatch, state: dict[str
         )
         run.progress(report.samples_seen / total, report.samples_seen, loss)
         if state["bad"] >= 20:
-            raise Diverged(f"the loss was not finite at the last {state['bad']} logged steps (step {report.step})")
+            raise Diverged(
+                f"the loss was not finite at the last {state['bad']} logged steps (step {report.step})"
+            )
     for entry in entries[state["logged"] :]:
         _log_entry(run.log, entry, entries[state["logged"] - 1] if state["logged"] else None)
         state["logged"] += 1
@@ -271,7 +308,9 @@ def _evaluate(
     loss = torch.zeros((), dtype=torch.float64, device=run.device)
     with arm.evaluation():
         for start in range(0, len(test_set), EVALUATION_BATCH):
-            images, labels = test_set.fetch(torch.arange(start, min(start + EVALUATION_BATCH, len(test_set))), 0)
+            images, labels = test_set.fetch(
+                torch.arange(start, min(start + EVALUATION_BATCH, len(test_set))), 0
+            )
             outputs = model(images).float()
             correct += (outputs.argmax(1) == labels).sum()
             loss += nn.functional.cross_entropy(outputs, labels, reduction="sum").double()
@@ -285,7 +324,7 @@ def _evaluate(
         "accuracy": correct.item() / len(test_set),
         "loss": loss.item() / len(test_set),
     }
-    run.log.append("eval", **found)
+    run.log.append("eval", **{**found, "loss": found["loss"] if math.isfinite(found["loss"]) else None})
     return found
 
 

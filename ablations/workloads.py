@@ -1,7 +1,7 @@
 """Models and data sets by name. Data is decoded once to uint8, kept on the training device and augmented there in batches.
 
-Augmentation (crop after padding by 4, horizontal flip) is keyed by (seed, epoch, sample index) through an integer hash, never by batch
-shape, so that paired arms see the same images whatever their batches. Nothing is downloaded unless asked for. Source: ours.
+Augmentation (crop after padding by 4, horizontal flip) is keyed by (seed, epoch, sample index) through an integer hash, never by
+batch shape, so that paired arms see the same images whatever their batches. Nothing is downloaded unless asked for. Source: ours.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class _Block(nn.Module):
         self.bn2 = nn.BatchNorm2d(outside)
         self.shortcut = nn.Sequential()
         if stride != 1 or inside != outside:
-            self.shortcut = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, inside, H, W) -> (B, outside, H / stride, W / stride)."""
@@ -93,7 +95,7 @@ MODELS: dict[str, Callable[[int], nn.Module]] = {
     "resnet18-cifar": _resnet18_cifar,
     "resnet8": ResNet8,
 }
-"""Number of classes -> model. The torchvision models are unchanged, with the ImageNet stem, as we infer that the paper has them."""
+"""Number of classes -> model. The torchvision models are unchanged, with the ImageNet stem, as the paper seems to have them."""
 
 
 def build_model(name: str, *, num_classes: int, seed: int, device: torch.device) -> nn.Module:
@@ -136,7 +138,9 @@ class Images:
         if count is None or count == len(self.labels):
             return self
         if count > len(self.labels):
-            raise WorkloadError(f"{count} images asked for, the data set has {len(self.labels)}; lower the number")
+            raise WorkloadError(
+                f"{count} images asked for, the data set has {len(self.labels)}; lower the number"
+            )
         chosen = torch.randperm(len(self.labels), generator=torch.Generator().manual_seed(seed))[:count]
         return Images(self.images[chosen], self.labels[chosen], self.classes, self.flip)
 
@@ -168,7 +172,11 @@ def _torchvision_set(name: str, files: str) -> Callable[[Path, bool], tuple[Imag
                 "'digits' works without any file, and folder:PATH takes images of your own"
             ) from error
         return tuple(  # type: ignore[return-value]
-            Images(_three(np.asarray(s.data)), torch.as_tensor(np.asarray(s.targets), dtype=torch.int64), len(s.classes))
+            Images(
+                _three(np.asarray(s.data)),
+                torch.as_tensor(np.asarray(s.targets), dtype=torch.int64),
+                len(s.classes),
+            )
             for s in sets
         )
 
@@ -193,8 +201,8 @@ def _cifar_jpeg(root: Path, download: bool) -> tuple[Images, Images]:
     found = next((place for place in places if place.exists()), None)
     if found is None:
         raise WorkloadError(
-            f"cifar10-jpeg is not in {root}: put the folder cifar10-jpeg (train/<class>/*.jpg, test/<class>/*.jpg) or the archive "
-            "cifar10-jpeg.tar.xz there, or name either in TRIACCEL_CIFAR_JPEG; 'digits' works without any file"
+            f"cifar10-jpeg is not in {root}: put the folder cifar10-jpeg (train/<class>/*.jpg, test/<class>/*.jpg) or the "
+            "archive cifar10-jpeg.tar.xz there, or name either in TRIACCEL_CIFAR_JPEG; 'digits' works without any file"
         )
     if found.is_dir():
         return _folder(found)
@@ -213,9 +221,11 @@ def _cifar_jpeg(root: Path, download: bool) -> tuple[Images, Images]:
 
 
 def _folder(root: Path) -> tuple[Images, Images]:
-    """``root/train/<class>/*`` and ``root/test/<class>/*`` (or ``val``), or ``root/<class>/*`` split 5:1 by a hash of the name."""
+    """``root/train/<class>/*`` and ``root/test/<class>/*`` (or ``val``), or ``root/<class>/*`` split 5:1 by a hash of names."""
     if not root.is_dir():
-        raise WorkloadError(f"no folder {root}: give folder:PATH with PATH/train/<class>/IMAGE and PATH/test/<class>/IMAGE")
+        raise WorkloadError(
+            f"no folder {root}: give folder:PATH with PATH/train/<class>/IMAGE and PATH/test/<class>/IMAGE"
+        )
     test = next((root / name for name in ("test", "val", "validation") if (root / name).is_dir()), None)
     if (root / "train").is_dir() and test is not None:
         classes = sorted(p.name for p in (root / "train").iterdir() if p.is_dir())
@@ -227,7 +237,9 @@ def _folder(root: Path) -> tuple[Images, Images]:
         parts = [(images[~held], labels[~held], []), (images[held], labels[held], [])]
     for part, label in zip(parts, ("training", "test"), strict=True):
         if len(part[1]) == 0:
-            raise WorkloadError(f"{root} has no {label} images: expected <class>/IMAGE files (jpg, png, bmp, webp) in class folders")
+            raise WorkloadError(
+                f"{root} has no {label} images: expected <class>/IMAGE files (jpg, png, bmp, webp) in class folders"
+            )
     return tuple(Images(images, labels, len(classes)) for images, labels, _ in parts)  # type: ignore[return-value]
 
 
@@ -243,7 +255,9 @@ def _decode(root: Path, classes: list[str]) -> tuple[Tensor, Tensor, list[str]]:
     ]
     if not files:
         return torch.empty(0, 3, 32, 32, dtype=torch.uint8), torch.empty(0, dtype=torch.int64), []
-    digest = hashlib.sha256("\n".join(f"{p}:{p.stat().st_size}:{p.stat().st_mtime_ns}" for p, _ in files).encode()).hexdigest()
+    digest = hashlib.sha256(
+        "\n".join(f"{p}:{p.stat().st_size}:{p.stat().st_mtime_ns}" for p, _ in files).encode()
+    ).hexdigest()
     cache = _cache_folder() / f"images-{digest[:24]}.npy"
     labels = torch.tensor([index for _, index in files])
     names = [f"{classes[index]}/{path.name}" for path, index in files]
@@ -264,7 +278,9 @@ def _decode(root: Path, classes: list[str]) -> tuple[Tensor, Tensor, list[str]]:
             raise WorkloadError(f"{path} is not a readable image ({error}): replace or remove it") from error
         first = first or array.shape[:2]
         if array.shape[:2] != first:
-            raise WorkloadError(f"{path} has size {array.shape[:2]}, {files[0][0]} has {first}: resize the images to one size")
+            raise WorkloadError(
+                f"{path} has size {array.shape[:2]}, {files[0][0]} has {first}: resize the images to one size"
+            )
         decoded.append(array)
     data = np.ascontiguousarray(np.stack(decoded).transpose(0, 3, 1, 2))
     partial = cache.with_name(f".{cache.stem}.{os.getpid()}.npy")
@@ -306,7 +322,9 @@ def load_images(name: str, *, root: Path | str = "data", download: bool = False)
     if name.startswith("folder:"):
         return _folder(Path(name.removeprefix("folder:")))
     if name not in DATASETS:
-        raise WorkloadError(f"unknown data set {name!r}; the data sets are {', '.join(DATASETS)}, folder:PATH")
+        raise WorkloadError(
+            f"unknown data set {name!r}; the data sets are {', '.join(DATASETS)}, folder:PATH"
+        )
     return DATASETS[name](Path(root), download)
 
 
@@ -372,7 +390,7 @@ class ResidentImages:
 
 
 def _hash(indices: Tensor, *, seed: int, epoch: int) -> Tensor:
-    """Uniform integers in [0, 2³¹) from (seed, epoch, index), the same on every device (splitmix-like, 31 bits kept per round)."""
+    """Uniform integers in [0, 2³¹) from (seed, epoch, index), the same on every device (splitmix-like, 31 bits a round)."""
     value = indices * 0x9E3779B1 + (seed * 0x85EBCA77 + epoch * 0xC2B2AE3D + 0x27D4EB2F) % (1 << 31)
     for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39), (15, 0x1B56C4E9)):
         value = value & 0x7FFFFFFF

@@ -18,7 +18,10 @@ from typing import Any
 
 from ..cell import Options, run_cell
 
-__all__ = ["CellProcess", "death"]
+__all__ = ["CellProcess", "Work", "death", "run_cell"]
+
+Work = Callable[[str, str, Options], object]
+"""What a cell's process runs: (folder, cell id, options); a function at the top level of a module."""
 
 
 class CellProcess:
@@ -28,7 +31,7 @@ class CellProcess:
         out: the run's folder.
         cell_id: the cell, declared and claimed.
         options: how it runs.
-        work: what runs there, a function of this signature at the top level of a module; for tests.
+        work: what runs there.
     """
 
     def __init__(
@@ -37,7 +40,7 @@ class CellProcess:
         cell_id: str,
         options: Options,
         *,
-        work: Callable[[str, str, Options], object] = run_cell,
+        work: Work = run_cell,
     ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["ablations.executors.preload"])
@@ -86,9 +89,7 @@ def death(code: int | None) -> str:
     return f"exit code {code}"
 
 
-def _child(
-    out: str, cell_id: str, options: Options, runner: int, work: Callable[[str, str, Options], object]
-) -> None:
+def _child(out: str, cell_id: str, options: Options, runner: int, work: Work) -> None:
     _die_with(runner)
     log = os.open(
         os.path.join(out, "cells", cell_id, "stdout.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
