@@ -1,4 +1,4 @@
-"""The real launch path, compiled for sm_90 without a GPU: a driver that only answers questions, and launches that stop after compiling.
+"""The real launch path, compiled for sm_90 without a GPU: the driver only answers questions, launches stop after compiling.
 
 Run as a script in a process of its own, since the kernels must not be interpreted ones.
 """

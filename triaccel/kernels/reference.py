@@ -88,7 +88,9 @@ def _square(entries: Tensor) -> Tensor:
     rows = entries.numel() // ROW
     if not rows:
         return torch.dot(entries, entries)
-    square = torch.linalg.vector_norm(entries[: rows * ROW].view(rows, ROW), dim=1).double().square_().sum()
+    square: Tensor = (
+        torch.linalg.vector_norm(entries[: rows * ROW].view(rows, ROW), dim=1).double().square_().sum()
+    )
     if rest := entries.numel() - rows * ROW:
         square += torch.dot(entries[-rest:], entries[-rest:])
     return square
