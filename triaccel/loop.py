@@ -102,7 +102,14 @@ class TriAccel:
         self._probes = ProbeRunner(
             self.layers, curvature=config.curvature, batch=config.batch, seed=config.seed
         )
-        self._updater = Updater(optimizer, self.layers, engine=config.engine, seed=config.seed)
+        self._updater = Updater(
+            optimizer,
+            self.layers,
+            engine=config.engine,
+            seed=config.seed,
+            clipping=config.max_grad_norm is not None,
+            accumulation=config.batch.effective == "hold",
+        )
         self._scaler = LossScaler(config.precision.loss_scale)
         self._guard = StepGuard(model, scaler=self._scaler)
         self._minimum_micro = minimum_micro_batch(model)
