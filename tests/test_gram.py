@@ -187,7 +187,10 @@ def with_constant_statistics(model, x):
 
     def fix(module, args):
         dims = [d for d in range(args[0].dim()) if d != 1]
-        module.running_mean, module.running_var = args[0].mean(dims), args[0].var(dims, correction=0)
+        variance = args[0].var(dims, correction=0)
+        if module.running_var is not None:
+            variance = torch.maximum(variance, module.running_var)
+        module.running_mean, module.running_var = args[0].mean(dims), variance
         module.track_running_stats = True
 
     handles = [norm.register_forward_pre_hook(fix) for norm in norms]

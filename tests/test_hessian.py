@@ -146,7 +146,7 @@ def dense_block(model, x, y, layer, loss=CE):
             with torch.no_grad():
                 seen = model[: int(name)](x)
                 module.running_mean.copy_(seen.mean((0, 2, 3)))
-                module.running_var.copy_(seen.var((0, 2, 3), correction=0))
+                module.running_var.copy_(torch.maximum(module.running_var, seen.var((0, 2, 3), correction=0)))
     sizes = [p.numel() for p in layer.parameters]
 
     def value(flat):

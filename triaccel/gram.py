@@ -30,6 +30,11 @@ from .probe_pass import NormStatistics
 
 __all__ = ["LayerProbe", "ProbeResult", "gram_matrices", "gram_probe"]
 
+CLIP = 12.0
+"""Times the median sample's squared deviation beyond which a sample counts no further in ``typical_trace``.
+
+ResNet-18 on CIFAR-10 after 62 and 126 steps: B_simple 363 and 76 with 12, 393 and 79 by two batch sizes in training mode."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerProbe:
@@ -63,6 +68,8 @@ class ProbeResult:
         batch_size: samples B.
         loss: mean loss of the probe batch.
         trace: Σ_l tr Σ_l.
+        typical_trace: the same with each sample's squared deviation clipped at ``CLIP`` times the median sample's: one
+            sample in a hundred may have a gradient ten to thirty times as long, and then decides ``trace`` alone.
         square_norm: Σ_l |G_l|², unbiased.
     """
 
@@ -72,6 +79,7 @@ class ProbeResult:
     batch_size: int
     loss: float
     trace: float
+    typical_trace: float
     square_norm: float
 
     @property
@@ -172,8 +180,16 @@ def gram_probe(
         batch_size=samples,
         loss=loss,
         trace=float(variances.sum()),
+        typical_trace=_typical_trace(observed.sum(0)),
         square_norm=float(norms.sum()),
     )
+
+
+def _typical_trace(gram: Tensor) -> float:
+    """tr Σ from the whole network's ``(B, B)`` Gram matrix, each sample's part clipped."""
+    deviations = gram.diagonal() - 2 * gram.mean(1) + gram.mean()
+    clipped = deviations.clamp_max(CLIP * float(deviations.median()))
+    return float(clipped.sum()) / (gram.shape[0] - 1)
 
 
 def gram_matrices(

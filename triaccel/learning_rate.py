@@ -3,12 +3,10 @@
     s_l = 1 / (1 + α·λ̂_l),      λ̂_l = running λ_l / the median layer's running λ,
 
 then, with ``normalise="geomean"``, the common factor c that makes the geometric mean of clip(c·s_l, s_min, s_max) over layers 1
-(clipping included: c is found by bisection); with ``"none"`` only the clip. A flat layer gets a larger step, a curved one
-a smaller. λ_l is averaged once a probe, with the start-up bias of the average taken out; negative values (an indefinite
-Hessian) count as 0. Layers without λ keep scale 1 and do not enter the mean, nor do
-normalisation layers: their few affine parameters have a curvature far below a convolution's, would set the median, and drive every
-convolution to s_min. Pure: no torch, no clock. Source: ours, after the
-words of arXiv 2508.16905.
+(clipping included: c is found by bisection); with ``"none"`` only the clip. A flat layer gets a larger step, a curved one a
+smaller. λ_l is averaged once a probe, with the start-up bias of the average taken out; negative values (an indefinite Hessian)
+count as 0. Layers without λ keep scale 1 and do not enter the mean. Pure: no torch, no clock. Source: ours, after the words of
+arXiv 2508.16905.
 """
 
 from __future__ import annotations

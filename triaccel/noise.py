@@ -2,9 +2,9 @@
 
 Numerator and denominator are averaged apart over recent windows:
 
-    tr Σ     mean over the last probes;
-    |G|²     mean over recent training batches of |g_B|² − tr Σ / B, weighted by B; before there are enough of them, the mean of
-             the probes' own unbiased |G|², which is far noisier.
+    tr Σ     mean over the last probes (``ProbeResult.typical_trace``, which one outlying sample cannot decide);
+    |G|²     mean over recent training batches of |g_B|² − tr Σ / B, weighted by B, each |g_B|² clipped at three times the
+             median one; before there are enough of them, the mean of the probes' own unbiased |G|², far noisier.
 
 The scale has a value only while the interval of |G|² (two standard errors, that of tr Σ counted) lies above 0.
 Windows instead of exponential means, since an interval needs a spread. Source: the estimator is the paper's named above; ours is
@@ -14,6 +14,7 @@ the mixing of the two sources.
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from typing import Any
 
@@ -25,6 +26,8 @@ PROBES = 8
 GRADIENTS = 16
 ENOUGH = 3
 """Values from which a spread is believed."""
+OUTLIER = 3.0
+"""Times the median |g_B|² beyond which a training batch counts no further."""
 WIDTH = 2.0
 """Standard errors on either side."""
 
@@ -55,7 +58,8 @@ class NoiseEstimator:
             return None
         trace, trace_error = _mean_and_error(list(self._traces), [1.0] * len(self._traces))
         if len(self._gradients) >= ENOUGH:
-            values = [norm - trace / size for norm, size in self._gradients]
+            limit = OUTLIER * statistics.median(norm for norm, _ in self._gradients)
+            values = [min(norm, limit) - trace / size for norm, size in self._gradients]
             weights = [float(size) for _, size in self._gradients]
             mean, error = _mean_and_error(values, weights)
             shared = trace_error * sum(

@@ -7,6 +7,9 @@ Inside ``probe_region`` a model is a deterministic function whose samples do not
 - every module is in eval mode, so dropout and stochastic depth are off, except normalisation modules that train;
 - a batch norm that trains uses the statistics of the batch it sees *as constants* (``statistics="probe"``), computed and used
   in the same forward: no second forward is needed; or its running ones (``"running"``). Buffers are not touched.
+  With ``"probe"`` the variance is the larger of the batch's and the running one: a channel that happens to be dead in a small
+  probe batch would otherwise have its gradient amplified by up to 1/sqrt(eps) (ResNet-18 on CIFAR-10 after 62 steps: tr Σ of
+  13,300 where training gradients say 850 to 1,070; with the larger of the two 1,270).
 
 On leaving, also by an exception, modes, buffers, RNG states and global flags are what they were. ``record_uses`` gives the input
 and the gradient edge of every call of the chosen modules; an edge, unlike the tensor, survives an in-place operation on the
@@ -45,7 +48,7 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
 
 
 class ConstantStatistics(TorchFunctionMode):
-    """Makes every training-mode ``F.batch_norm`` use its batch's mean and biased variance as constants.
+    """Makes every training-mode ``F.batch_norm`` use its batch's mean, and the variance named above, as constants.
 
     Attributes:
         last: ``(mean, variance, eps)`` of the latest batch norm, each ``(C,)``.
@@ -91,6 +94,8 @@ class ConstantStatistics(TorchFunctionMode):
                 mean, variance = next(self._replay)
             else:
                 mean, variance = _mean_and_variance(input.detach())
+                if running_var is not None:
+                    variance = torch.maximum(variance, running_var)
                 self.recorded.append((mean, variance))
         else:
             assert running_mean is not None
@@ -142,8 +147,10 @@ def _probe_modes(model: nn.Module, statistics: NormStatistics) -> Iterator[None]
             if not module.training:
                 continue
             if isinstance(module, (_BatchNorms, _InstanceNorms)) and statistics == "probe":
-                if isinstance(module, _BatchNorms) and module.track_running_stats:
-                    put(module, "track_running_stats", False)
+                if isinstance(module, _BatchNorms) and module.num_batches_tracked is not None:
+                    put(
+                        module, "num_batches_tracked", None
+                    )  # its forward counts batches where this is a tensor
             elif isinstance(module, nn.RNNBase):
                 put(module, "dropout", 0.0)
             else:

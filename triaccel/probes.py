@@ -207,7 +207,7 @@ class ProbeRunner:
     def _take(self, result: ProbeResult, number: int) -> bool:
         self._generic, self._without_gradient = dict(result.generic), dict(result.without_gradient)
         if result.finite:
-            self._noise.add_probe(trace=result.trace, square_norm=result.square_norm)
+            self._noise.add_probe(trace=result.typical_trace, square_norm=result.square_norm)
         for name, layer in result.layers.items():
             if not layer.finite or self._config.estimator == "off":
                 continue
