@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import sys
 import types
 
@@ -10,17 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from triaccel import limits
+from triaccel import cuda_memory, limits
 from triaccel import memory as memory_module
+from triaccel.cuda_memory import CudaMemory, other_tenants_bytes
 from triaccel.limits import Limit, cgroup
-from triaccel.memory import (
-    CpuMemory,
-    CudaMemory,
-    FakeMemory,
-    live_tensor_bytes,
-    make_memory_probe,
-    other_tenants_bytes,
-)
+from triaccel.memory import CpuMemory, FakeMemory, live_tensor_bytes, make_memory_probe
 from triaccel.types import TriAccelError
 
 MIB = 2**20
@@ -402,7 +397,7 @@ class Allocator:
 def test_cuda_reports_reserved_bytes_and_fragmentation(monkeypatch):
     """pytorch 31252: variable sizes fragment; reserved less allocated is recorded, and counted against the budget."""
     allocator = Allocator(monkeypatch)
-    monkeypatch.setattr(memory_module, "other_tenants_bytes", lambda device: (None, "NVML: not here"))
+    monkeypatch.setattr(cuda_memory, "other_tenants_bytes", lambda device: (None, "NVML: not here"))
     probe = CudaMemory(torch.device("cuda", 0), budget_bytes=None, margin=0.1)
     for batch in (10, 10, 10, 20, 20):
         with probe.observe(batch_size=batch, map_version=0):
@@ -417,9 +412,28 @@ def test_cuda_reports_reserved_bytes_and_fragmentation(monkeypatch):
     assert reading.unavailable == ("NVML: not here",)
 
 
+def test_fragmentation_suggests_expandable_segments_once(monkeypatch):
+    """pytorch 31252: what helps is said, once, and not to those who have it."""
+    allocator = Allocator(monkeypatch)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+
+    def run():
+        probe = CudaMemory(torch.device("cuda", 0), budget_bytes=None, margin=0.0)
+        for batch in (10, 10, 20, 30):
+            with probe.observe(batch_size=batch, map_version=0):
+                allocator.step(100 * batch, 50 * batch)
+
+    with pytest.warns(UserWarning, match="expandable_segments:True") as caught:
+        run()
+    assert len(caught) == 1
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    run()
+
+
 def test_cuda_empties_the_cache_when_a_smaller_batch_has_come_to_stay(monkeypatch):
     allocator = Allocator(monkeypatch)
-    monkeypatch.setattr(memory_module, "other_tenants_bytes", lambda device: (0, None))
+    monkeypatch.setattr(cuda_memory, "other_tenants_bytes", lambda device: (0, None))
     probe = CudaMemory(torch.device("cuda", 0), budget_bytes=None, margin=0.0)
 
     def run(*batches):
@@ -478,8 +492,6 @@ def nvml(monkeypatch):
 
 
 def test_nvml_by_uuid(nvml):
-    import os
-
     module = FakeNvml(processes=[process(os.getpid(), 100), process(1, 30), process(2, 12)])
     assert nvml(module) == (42, None)
     assert module.asked == "GPU-1234-5678"

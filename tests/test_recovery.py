@@ -278,6 +278,7 @@ def test_the_frames_that_failed_are_released_before_the_retry():
     assert result == (4, 4, 2)
 
 
+@pytest.mark.filterwarnings("ignore:out of memory down to micro-batches")
 def test_the_floor_writes_a_checkpoint_and_says_what_to_do():
     """accelerate 1934: a floor, and a checkpoint before the end."""
     model = net()
@@ -304,6 +305,7 @@ def test_the_floor_writes_a_checkpoint_and_says_what_to_do():
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), weights.values(), strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:out of memory down to micro-batches")
 def test_sizes_follow_the_ladder():
     tried = []
 
@@ -354,6 +356,30 @@ def test_needed_bytes_reach_the_recogniser():
         is_oom=is_oom,
     )
     assert asked == [8000]
+
+
+def test_several_ranks_are_refused(monkeypatch):
+    """composer PR 2117: one rank out of memory leaves the rest hanging; until ranks agree, several are refused."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(TriAccelError, match=r"2 ranks.*train on one process"):
+        StepGuard(net())
+
+
+def test_the_batch_norm_floor_warns():
+    def attempt(micro):
+        if micro > 2:
+            raise oom()
+        return micro
+
+    def run(model):
+        return run_step_with_recovery(
+            attempt, guard=StepGuard(model), micro_batch_size=8, minimum=2, on_floor=nothing
+        )
+
+    with pytest.warns(UserWarning, match="micro-batches of 2, the least that BatchNorm"):
+        run(net())
+    assert run(nn.Linear(2, 2)) == (2, 2, 2)  # no BatchNorm, no warning
 
 
 def test_batch_norm_needs_two_samples():
@@ -434,6 +460,7 @@ def train(*, injections=None, sizes=None, epochs=20, n=136):
     return model, seen, ran, injected, losses
 
 
+@pytest.mark.filterwarnings("ignore:out of memory down to micro-batches")
 def test_two_hundred_failures_change_nothing():
     """200 injected errors, 50 each in forward, backward, probe and evaluation: every sample once an epoch, equal weights."""
     clean = train()
@@ -490,7 +517,7 @@ def attempt(x, y, micro):
 
 attempt(data[0][:16], data[1][:16], 16)
 optimizer.step()
-limit = psutil.Process().memory_info().vms + 350 * 2**20
+limit = psutil.Process().memory_info().vms + 200 * 2**20
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 config = BatchConfig(rule="off" if fixed else "model", initial=initial, noise_cap=0, min_updates=0)
 policy = make_batch_policy(config, total_samples=samples)
@@ -524,7 +551,7 @@ print("seen", seen, "largest", largest)
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_AS is enforced on Linux")
 def test_under_a_real_limit_where_the_fixed_batch_fails():
-    """RLIMIT_AS 350 MiB above a first small step: 512 fixed fails, the elastic run from 96 ends."""
+    """RLIMIT_AS 200 MiB above a first small step: 512 fixed fails, the elastic run from 96 ends."""
     pytest.importorskip("torchvision")
     environment = os.environ | {"MALLOC_ARENA_MAX": "2"}
 
@@ -541,6 +568,6 @@ def test_under_a_real_limit_where_the_fixed_batch_fails():
     fixed = run("fixed", "512", "1024")
     assert fixed.returncode == 3, fixed.stderr
     assert fixed.stdout.strip() == "out of memory"
-    elastic = run("elastic", "96", "1536")
+    elastic = run("elastic", "96", "960")
     assert elastic.returncode == 0, elastic.stderr
-    assert elastic.stdout.startswith("seen 1536")
+    assert elastic.stdout.startswith("seen 960")

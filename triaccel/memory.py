@@ -5,8 +5,8 @@ Budget = (1 − margin) · min(user's cap, device free + held by us, control gro
 peak beside it; on CPU the peak of live tensor storage (``live_tensors``), measured on one step of each new (batch, map). The
 first step of a run is not recorded: the optimizer has no state yet. What cannot be measured is ``None`` and said, never 0.
 
-Implementations: ``CudaMemory``, ``CpuMemory``, ``FakeMemory`` (scripted). Cost: a tracked CPU step about 1.1 ×, other steps
-microseconds. Source: ours.
+Implementations: ``CpuMemory``, ``FakeMemory`` (scripted), ``cuda_memory.CudaMemory``. Cost: a tracked CPU step about 1.1 ×,
+other steps microseconds; about 10 ms a tick where a control group or ``RLIMIT_AS`` is nearly used up. Source: ours.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from .live_tensors import LiveTensors, live_tensor_bytes
 from .types import MemoryReading, TriAccelError
 
 __all__ = [
+    "BaseProbe",
     "CpuMemory",
-    "CudaMemory",
     "FakeMemory",
     "LiveTensors",
     "MemoryProbe",
     "headroom_bytes",
     "live_tensor_bytes",
     "make_memory_probe",
-    "other_tenants_bytes",
     "resident_set_bytes",
     "trim_heap",
 ]
@@ -62,7 +61,7 @@ class MemoryProbe(Protocol):
         ...
 
 
-class _Probe:
+class BaseProbe:
     """What the probes share: peaks per (batch, map), sizes that failed, and what ran since the last reading."""
 
     source = ""
@@ -93,6 +92,7 @@ class _Probe:
         self._recent[key] = None
 
     def out_of_memory(self, *, batch_size: int, map_version: int) -> None:
+        """Note that this size did not fit; the observation under way is void."""
         self._void = True
         self._failed[batch_size, map_version] = self._budget()
         self._peaks.pop((batch_size, map_version), None)
@@ -144,6 +144,7 @@ class _Probe:
             )
 
     def state_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
         return {
             "source": self.source,
             "steps": self._steps,
@@ -153,6 +154,7 @@ class _Probe:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state_dict``; peaks of another device are left out."""
         self._steps = int(state["steps"])
         if state["source"] != self.source:
             return  # another device: what it took there says nothing here
@@ -161,7 +163,7 @@ class _Probe:
         self._recent = {(int(b), int(v)): None for b, v in state["recent"]}
 
 
-class CpuMemory(_Probe):
+class CpuMemory(BaseProbe):
     """Peak live tensor storage, one tracked step for each new (batch, map)."""
 
     source = "cpu-tracker"
@@ -218,85 +220,7 @@ class CpuMemory(_Probe):
             self._resident, self._held = state["resident"], int(state["held"])
 
 
-class CudaMemory(_Probe):
-    """The caching allocator's peaks; the cache is emptied when a smaller batch has come to stay, so reserved bytes follow."""
-
-    source = "cuda"
-
-    def __init__(self, device: torch.device, *, budget_bytes: int | None, margin: float) -> None:
-        super().__init__(budget_bytes=budget_bytes, margin=margin)
-        self._device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
-        self._largest = 0
-        self._previous: tuple[int, int] | None = None
-        self._ratio = 1.0
-        self._resident: int | None = None
-        self._unused: int | None = None
-
-    @contextmanager
-    def observe(self, *, batch_size: int, map_version: int) -> Iterator[None]:
-        """One step, its peaks read where the pair is new and now and then after."""
-        key = self._begin(batch_size, map_version)
-        if key == self._previous and batch_size < self._largest:
-            torch.cuda.empty_cache()  # the second step in a row: no tail, the batch has really shrunk
-            self._largest = batch_size
-        self._largest = max(self._largest, batch_size)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        yield
-        if self._steps > 0 and not self._void and (key not in self._peaks or self._steps % 16 == 0):
-            stats = torch.cuda.memory_stats(self._device)
-            allocated, reserved = (
-                int(stats["allocated_bytes.all.peak"]),
-                int(stats["reserved_bytes.all.peak"]),
-            )
-            self._resident = int(stats["allocated_bytes.all.current"])
-            if batch_size == self._largest:
-                self._ratio = max(1.0, reserved / max(1, allocated))
-                self._unused = reserved - allocated
-            self._record(key, int(allocated * self._ratio))
-        self._previous = key
-        self._end(key)
-
-    def _available(self) -> dict[str, int | None]:
-        free, _ = torch.cuda.mem_get_info(self._device)
-        return {"device": int(free) + int(torch.cuda.memory_reserved(self._device))}
-
-    def reading(self) -> MemoryReading | None:
-        """Peak reserved bytes since the last reading, and what the device has left."""
-        others, why = other_tenants_bytes(self._device)
-        return self._reading(
-            reserved_unused_bytes=self._unused,
-            resident_bytes=self._resident,
-            other_tenants_bytes=others,
-            unavailable=() if why is None else (why,),
-        )
-
-
-def other_tenants_bytes(device: torch.device) -> tuple[int | None, str | None]:
-    """Bytes that other processes hold on ``device`` by NVML, asked for by UUID; or ``None`` and why it cannot be told."""
-    import os
-
-    try:
-        import pynvml
-    except ImportError:
-        return None, "NVML: the pynvml module (nvidia-ml-py) is not installed"
-    try:
-        pynvml.nvmlInit()
-        try:
-            uuid = str(torch.cuda.get_device_properties(device).uuid)
-            prefix = "" if uuid.startswith(("GPU-", "MIG-")) else "GPU-"
-            handle = pynvml.nvmlDeviceGetHandleByUUID(prefix + uuid)
-            running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        finally:
-            pynvml.nvmlShutdown()
-    except pynvml.NVMLError as error:
-        return None, f"NVML: {error}"
-    held = [process.usedGpuMemory for process in running if process.pid != os.getpid()]
-    if any(used is None for used in held):
-        return None, "NVML: the driver does not tell the bytes of other processes here (container or MIG)"
-    return int(sum(held)), None
-
-
-class FakeMemory(_Probe):
+class FakeMemory(BaseProbe):
     """Scripted bytes and budget, for tests and simulations.
 
     Args:
@@ -358,6 +282,8 @@ def make_memory_probe(device: torch.device | str, *, budget_bytes: int | None, m
     """
     device = torch.device(device)
     if device.type == "cuda":
+        from .cuda_memory import CudaMemory
+
         return CudaMemory(device, budget_bytes=budget_bytes, margin=margin)
     if device.type == "cpu":
         return CpuMemory(budget_bytes=budget_bytes, margin=margin)

@@ -17,6 +17,7 @@ import gc
 import random
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -91,6 +92,16 @@ def minimum_micro_batch(model: nn.Module) -> int:
     return 2 if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()) else 1
 
 
+def _refuse_several_ranks() -> None:
+    """A rank that retries alone leaves the others waiting in a collective (composer PR 2117)."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise TriAccelError(
+            f"the process group has {distributed.get_world_size()} ranks: a rank that rolls a step back alone would leave the "
+            "others waiting; train on one process"
+        )
+
+
 class StepGuard:
     """What a failed attempt at a step must give back: buffers, random states, the loss scaler, gradients (to ``None``).
 
@@ -101,10 +112,14 @@ class StepGuard:
         model: whose buffers and gradients are guarded.
         scaler: anything with ``state_dict`` and ``load_state_dict``, or ``None``.
 
+    Raises:
+        TriAccelError: several ranks train together.
+
     Source: ours.
     """
 
     def __init__(self, model: nn.Module, *, scaler: _Stateful | None = None) -> None:
+        _refuse_several_ranks()
         self._parameters = list(model.parameters())
         self._scaler = scaler
         self._slots = [
@@ -117,6 +132,8 @@ class StepGuard:
         self._cuda = sorted({p.device.index for p in self._parameters if p.device.type == "cuda"})
         self._random: tuple[Any, ...] = ()
         self._scaler_state: Any = None
+        self.batch_norm = minimum_micro_batch(model) > 1
+        """Whether a BatchNorm takes statistics of each micro-batch."""
 
     def snapshot(self) -> None:
         """Remember the state before the step. Gradients must be ``None`` or zero by now: ``restore`` sets them to ``None``."""
@@ -229,7 +246,9 @@ def run_step_with_recovery(
             _release(error)
         # outside the except block: the error, its traceback and its frames are gone
         guard.restore()
-        gc.collect(2 if survived else 1)  # cycles of the attempt are young; a full collection can take a second
+        gc.collect(
+            2 if survived else 1
+        )  # cycles of the attempt are young; a full collection can take a second
         trim_heap()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -243,3 +262,9 @@ def run_step_with_recovery(
                 "step was applied: free memory, raise the limit, lower the precision or use a smaller model, then resume"
             )
         size = _next_size(size, minimum, ladder)
+        if guard.batch_norm and size <= minimum:
+            warnings.warn(
+                f"out of memory down to micro-batches of {size}, the least that BatchNorm can take statistics of: they are poor "
+                "there; free memory, lower the precision, or use a normalisation that does not depend on the batch",
+                stacklevel=2,
+            )
