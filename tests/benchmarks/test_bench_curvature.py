@@ -98,7 +98,9 @@ def power_iteration(model, x, y, parameters, tolerance, limit=200):
     """Top eigenvalue of one layer's Hessian block, to a relative residual, as common libraries do it."""
     gradients = torch.autograd.grad(CE(model(x), y), parameters, create_graph=True)
     vectors = [torch.randn_like(p) for p in parameters]
-    for count in range(1, limit + 1):
+    count = 0
+    while count < limit:
+        count += 1
         norm = torch.sqrt(sum(v.square().sum() for v in vectors))
         vectors = [v / norm for v in vectors]
         products = torch.autograd.grad(gradients, parameters, vectors, retain_graph=True)
@@ -113,10 +115,10 @@ def power_iteration(model, x, y, parameters, tolerance, limit=200):
 
 
 def test_against_iterations_on_hessian_vector_products(benchmark):
-    """Per-layer top-1 by power iteration and top-5 by block Lanczos, on four layers, extrapolated to all; printed, not asserted."""
+    """Per-layer top-1 by power iteration, top-5 by block Lanczos, on a few layers, extrapolated to all; printed, not asserted."""
     model, layers, x, y = prepared("resnet18", 32)
     compute = [layer for layer in layers if layer.info.role == "compute"]
-    chosen = compute[:: len(compute) // 3][:4]
+    chosen = compute[:: len(compute) // 3]
 
     def measure():
         probe(model, layers, x, y)
