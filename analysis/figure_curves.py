@@ -163,7 +163,8 @@ def low_share(record: Record, fractions: NDArray[np.float64]) -> NDArray[np.floa
         return None
     starts = np.array([0.0, *(float(change["samples_seen"]) for change in maps[1:])])
     total = record.metrics.get("samples_seen") or starts[-1] or 1.0
-    shares, now = [], {}
+    shares: list[float] = []
+    now: dict[str, str] = {}
     for change in maps:
         now |= change["map"]
         shares.append(sum(fmt != "fp32" for fmt in now.values()) / max(1, len(now)))

@@ -25,7 +25,13 @@ _PANELS = (("accuracy", "accuracy, points"), ("time", "training time, %"), ("byt
 
 
 def _interval(
-    axes: Axes, place: float, value: float, low: float | None, high: float | None, *, colour: str = "#000000"
+    axes: Axes,
+    place: float,
+    value: float | None,
+    low: float | None,
+    high: float | None,
+    *,
+    colour: str = "#000000",
 ) -> None:
     if low is not None and high is not None:
         axes.plot([low, high], [place, place], color=colour, linewidth=1.6, solid_capstyle="butt", zorder=3)
@@ -50,13 +56,11 @@ def factorial_figure(group: Group) -> Figure | None:
     figure, grid = new_figure(2.2 + 2.1 * len(shown), 3.5, 1, len(shown), sharey=True)
     for axes, (outcome, label) in zip(grid[0], shown, strict=True):
         for place, effect in enumerate(effects[outcome]):
-            e, points = effect.estimate, effect.per_seed
-            value, low, high = e.value, e.low, e.high
-            if outcome != "accuracy":
-                points = 100 * np.expm1(points)
-                value, low, high = (
-                    None if end is None else 100 * math.expm1(end) for end in (value, low, high)
-                )  # type: ignore[assignment]
+            points = effect.per_seed if outcome == "accuracy" else 100 * np.expm1(effect.per_seed)
+            value, low, high = (
+                end if end is None or outcome == "accuracy" else 100 * math.expm1(end)
+                for end in (effect.estimate.value, effect.estimate.low, effect.estimate.high)
+            )
             _seeds(axes, place + 0.22, points, "#56b4e9", "#0173b2")
             _interval(axes, place - 0.08, value, low, high)
         axes.axvline(0.0, color="#000000", linewidth=0.8)

@@ -88,6 +88,7 @@ _RC: dict[str, Any] = {
     "pdf.fonttype": 42,
     "pdf.compression": 6,
     "text.usetex": False,
+    "text.parse_math": False,
     "path.simplify": True,
 }
 

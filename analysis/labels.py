@@ -107,4 +107,4 @@ def _arm_order(label: str) -> tuple[Any, ...]:
     name, _, rest = label.partition(" ")
     base, _, batch = name.partition("@")
     place = _ORDER.index(base) if base in _ORDER else len(_ORDER)
-    return (bool(rest), place, base, int(batch) if batch.isdigit() else 0, rest)
+    return ("+ engine" in rest, place, base, int(batch) if batch.isdigit() else 0, rest)
