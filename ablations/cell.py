@@ -199,12 +199,12 @@ def _train(folder: RunFolder, cell: Cell, options: Options, stop: _Stop) -> dict
     )
     had = run.calibration is not None
     try:
-        found = train(run)
+        with log:
+            found = train(run)
     finally:
         if run.measured is not None and not had:
             _save_calibration(folder, key, run.measured)
     found.pop("trace").save(home / "trace.jsonl")
-    log.close()
     (home / "progress.json").unlink(missing_ok=True)
     return found
 

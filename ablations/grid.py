@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from baselines.arms import parse_arm
+from baselines.arms import UnknownArm, parse_arm
 from triaccel.config import TriAccelConfig
 from triaccel.types import TriAccelError
 
@@ -98,7 +98,10 @@ class Grid(BaseModel):
     @model_validator(mode="after")
     def _known(self) -> Self:
         for arm in (*self.arms, *self.primary, *(a for arms in self.arms_of_model.values() for a in arms)):
-            parse_arm(arm)
+            try:
+                parse_arm(arm)
+            except UnknownArm as error:
+                raise ValueError(str(error)) from error
         if any(seed < 0 for seed in (*self.seeds, *self.more_seeds)):
             raise ValueError("seeds are integers >= 0")
         if len(set(self.seeds)) != len(self.seeds) or set(self.seeds) & set(self.more_seeds):

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 __all__ = ["SCHEMA", "Log", "RecordError", "read_json", "read_lines", "write_json"]
 
@@ -137,6 +137,12 @@ class Log:
         except OSError as error:
             raise RecordError(f"cannot write {path}: {error.strerror}; check --out") from error
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     @property
     def size(self) -> int:
         """Bytes written so far."""
@@ -164,5 +170,7 @@ class Log:
 
     def close(self) -> None:
         """Flush to disk and close."""
-        os.fsync(self._file.fileno())
-        self._file.close()
+        if not self._file.closed:
+            with suppress(OSError):  # what could not be written was told by append
+                os.fsync(self._file.fileno())
+            self._file.close()

@@ -20,7 +20,7 @@ from torch import nn
 
 from baselines import make_arm
 from triaccel.calibration import Calibration, unchanged
-from triaccel.memory import live_tensor_bytes
+from triaccel.memory import MemoryProbe, live_tensor_bytes
 from triaccel.trace import Trace
 from triaccel.types import Precision
 
@@ -61,6 +61,7 @@ class Run:
         due: whether a checkpoint is due.
         stopping: whether to stop now.
         progress: called now and then with (share done, samples seen, last loss).
+        memory: probe of bytes; ``None``: the device's own.
     """
 
     cell: Cell
@@ -76,8 +77,11 @@ class Run:
     due: Callable[[], bool] = lambda: False
     stopping: Callable[[], bool] = lambda: False
     progress: Callable[[float, int, float], None] = lambda *_: None
+    memory: MemoryProbe | None = None
     measured: Calibration | None = field(default=None, init=False)
     """Set by ``train`` to the calibration in force."""
+    model: nn.Module | None = field(default=None, init=False)
+    """Set by ``train`` to the model that it trains."""
 
 
 def train(run: Run) -> dict[str, Any]:
@@ -95,6 +99,7 @@ def train(run: Run) -> dict[str, Any]:
     cell, settings = run.cell, run.cell.settings
     train_set, test_set, classes = _data(run)
     model = build_model(cell.model, num_classes=classes, seed=cell.seed, device=run.device)
+    run.model = model
     forward = torch.compile(model) if settings["compile"] else model
     optimizer = _optimizer(model, cell, run.device)
     arm = make_arm(
@@ -103,6 +108,7 @@ def train(run: Run) -> dict[str, Any]:
         optimizer,
         config=cell.config,
         calibration=run.calibration,
+        memory=run.memory,
         trace=run.trace,
         force_unsupported=run.force_unsupported,
     )
