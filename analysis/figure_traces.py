@@ -233,7 +233,9 @@ def curvature(group: Group) -> Figure | None:
         mesh = axes.pcolormesh(
             edges, np.arange(len(layers) + 1), values, cmap="cividis", norm=norm, linewidth=0
         )
-        bar = figure.colorbar(mesh, ax=axes, location="bottom", shrink=0.9, aspect=30)
+        bar = figure.colorbar(
+            mesh, ax=axes, location="bottom", shrink=0.9, aspect=30, pad=0.25 / _height(len(layers))
+        )
         ticks = _ticks(low, high)
         bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
         bar.minorticks_off()

@@ -181,14 +181,17 @@ def _print(tables: Mapping[str, Table], records: Run, groups: Sequence[Group]) -
     from .readme import COLUMNS
     from .render import to_rich
 
-    wide = Console(soft_wrap=False)
-    console = wide if wide.width >= 100 else Console(width=120)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=132)
+    bare = (
+        ("accuracy", "seconds") if console.width >= 132 else COLUMNS
+    )  # narrow: the files have the intervals
     for table in (tables["main"].select(COLUMNS, name="main"), tables["primary"]):
-        for one in to_rich(table):
+        for one in to_rich(table, without_interval=bare):
             console.print(one)
-    for section in tables["main"].sections:
-        for note in section.notes:
-            console.print(f"- {note}", highlight=False, markup=False)
+    for note in dict.fromkeys(note for section in tables["main"].sections for note in section.notes):
+        console.print(f"- {note}", highlight=False, markup=False)
     for section in tables["states"].sections:
         for note in section.notes:
             console.print(f"! {note}", highlight=False, markup=False)

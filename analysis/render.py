@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .table import Table, show
+from .table import Number, Table, show
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -129,8 +130,13 @@ def _sentence(note: str) -> str:
     return note if note.endswith((".", "?", "!")) else note + "."
 
 
-def to_rich(table: Table) -> list[RichTable]:
-    """One rich table a section, for the terminal."""
+def to_rich(table: Table, *, without_interval: Sequence[str] = ()) -> list[RichTable]:
+    """One rich table a section, for the terminal; an interval stands under its value.
+
+    Args:
+        table: it.
+        without_interval: keys of columns that show their value alone.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.markup import escape
     from rich.table import Table as RichTable
@@ -144,9 +150,21 @@ def to_rich(table: Table) -> list[RichTable]:
             rich.add_column(
                 escape(column.title),
                 justify="right" if column.number else "left",
-                no_wrap=column.key == "arm",
+                no_wrap=column.key == "arm" or (column.interval and column.key not in without_interval),
+                overflow="fold",
             )
         for row in section.rows:
-            rich.add_row(*(escape(show(value)) for value in row))
+            shown = []
+            for column, value in zip(table.columns, row, strict=True):
+                head, bracket, ends = show(value).partition(" [")
+                if isinstance(value, Number) and bracket:
+                    if column.key in without_interval:
+                        head += value.mark
+                    else:
+                        head += "\n[" + ends.replace(", ", ",")  # no space, so that it is not broken there
+                else:
+                    head += bracket + ends
+                shown.append(escape(head))
+            rich.add_row(*shown)
         found.append(rich)
     return found
