@@ -39,6 +39,9 @@ from .types import LayerInfo, Precision, TriAccelError
 __all__ = ["measure_costs"]
 
 _ROUNDS = 3
+_APART = 1.5  # sizes closer than this share a bucket
+_FIRST_SHARE = 0.4  # of the budget, for the batch at hand when larger ones may come
+_HOPELESS = 1.3  # a map modelled this much slower than the best is not timed whole
 _CONVERT_ELEMENTS = 2**21
 
 
@@ -144,25 +147,28 @@ class _Measuring:
             stack.enter_context(_undisturbed(self.model, self.device))
             if "torch._dynamo" in sys.modules:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            sizes = self.sizes
-            size = min(sizes, key=lambda s: (abs(s - self.batch), s))
-            # At most 60 % for the first size, so that larger ones get their share.
-            share = 0.6 if len(sizes) > 1 else 1.0
-            seconds = self._profile(size, until=self.start + share * self.budget)
-            self._whole_maps([size], until=self.start + share * self.budget)
+            size = min(self.sizes, key=lambda s: (abs(s - self.batch), s))
+            larger = [s for s in self.sizes if s >= _APART * size]
+            until = self.start + self.budget * (_FIRST_SHARE if larger else 1.0)
+            seconds = self._profile(size, until=self.start + 0.6 * (until - self.start))
+            self._whole_maps(size, until=until)
             done = [size]
             while len(done) < 3:
-                left = self._left()
-                # One warm-up and one timed pass per format, and two whole passes of three maps.
-                per_sample = (2.2 * sum(seconds.values()) + 6 * min(seconds.values())) / done[0]
-                rest = [s for s in sizes if all(max(s, d) / min(s, d) >= 1.9 for d in done)]
-                fits = [s for s in rest if s * per_sample <= left and self._has_room(s)]
+                # A warm-up and a timed pass per format, and two rounds of two whole maps.
+                per_sample = (2.0 * sum(seconds.values()) + 4.0 * min(seconds.values())) / done[0]
+                fits = [
+                    s
+                    for s in larger
+                    if all(max(s, d) >= _APART * min(s, d) for d in done)
+                    and s * per_sample <= self._left()
+                    and self._has_room(s)
+                ]
                 if not fits:
                     break
                 size = max(fits)
                 try:
-                    self._profile(size, until=time.perf_counter() + 0.6 * self._left())
-                    self._whole_maps([size], until=self.start + self.budget)
+                    self._profile(size, until=time.perf_counter() + 0.5 * self._left())
+                    self._whole_maps(size, until=self.start + self.budget)
                 except RuntimeError as error:  # out of memory in one of its forms: smaller sizes are measured
                     self._forget(size)
                     if "memory" not in str(error) and "primitive" not in str(error):
@@ -244,34 +250,38 @@ class _Measuring:
         finally:
             restore_map(installed)
 
-    def _whole_maps(self, sizes: list[int], *, until: float) -> None:
-        """Time whole maps at ``sizes``, hooks off, alternating."""
+    def _whole_maps(self, size: int, *, until: float) -> None:
+        """Time whole maps at ``size``, hooks off, alternating: FP32, the cheapest by the sum, the lowest if it has a chance."""
         if len(self.ladder.precisions) < 2:
             return
-        for size in sizes:
-            table = self._table(sorted({s for s, _ in self.passes}))
-            names = table.layer_names
-            lowest = dict.fromkeys(names, self.ladder.lowest)
-            best, _ = best_map(
-                table,
-                self.infos,
-                batch_size=size,
-                prefer="time",
-                allowed=dict.fromkeys(self.compute, self.ladder.lowest),
-            )
-            maps = {tuple(best.get(n, Precision.FP32) for n in names): best}
-            for formats in (dict.fromkeys(names, Precision.FP32), lowest):
-                maps.setdefault(tuple(formats[n] for n in names), formats)
-            inputs = _resize(self.inputs, size)
-            times: dict[tuple[Precision, ...], list[float]] = {key: [] for key in maps}
-            for _ in range(2 * _ROUNDS):
-                start = time.perf_counter()
-                for key, formats in maps.items():
-                    times[key].append(self._seconds(formats, inputs))
-                if time.perf_counter() + (time.perf_counter() - start) > until:
-                    break
-            for key, values in times.items():
-                self.measured.setdefault(key, {})[size] = statistics.median(values)
+        table = self._table(sorted({s for s, _ in self.passes}))
+        names = table.layer_names
+        bounds = dict.fromkeys(self.compute, self.ladder.lowest)
+        best, _ = best_map(table, self.infos, batch_size=size, prefer="time", allowed=bounds)
+        modelled = {}
+        for candidate in (
+            {name: best[name] for name in names},
+            dict.fromkeys(names, Precision.FP32),
+            dict.fromkeys(names, self.ladder.lowest),
+        ):
+            key = tuple(candidate[name] for name in names)
+            modelled[key] = table.modelled_seconds(candidate, batch_size=size), candidate
+        least = min(seconds for seconds, _ in modelled.values())
+        maps = {
+            key: candidate
+            for key, (seconds, candidate) in modelled.items()
+            if seconds <= _HOPELESS * least or Precision.FP32 in key
+        }
+        inputs = _resize(self.inputs, size)
+        times: dict[tuple[Precision, ...], list[float]] = {key: [] for key in maps}
+        for _ in range(2 * _ROUNDS):
+            start = time.perf_counter()
+            for key, formats in maps.items():
+                times[key].append(self._seconds(formats, inputs))
+            if time.perf_counter() + (time.perf_counter() - start) > until:
+                break
+        for key, values in times.items():
+            self.measured.setdefault(key, {})[size] = statistics.median(values)
 
     def _seconds(self, formats: Mapping[str, Precision], inputs: Any) -> float:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
