@@ -184,10 +184,15 @@ def _print(tables: Mapping[str, Table], records: Run, groups: Sequence[Group]) -
     console = Console()
     if not console.is_terminal:
         console = Console(width=132)
-    bare = (
-        ("accuracy", "seconds") if console.width >= 132 else COLUMNS
-    )  # narrow: the files have the intervals
-    for table in (tables["main"].select(COLUMNS, name="main"), tables["primary"]):
+    shown = [tables["main"].select(COLUMNS, name="main"), tables["primary"]]
+    bare: Sequence[str] = ("accuracy", "seconds")
+    if console.width < 132:  # fewer columns, without most intervals: the files have them all
+        bare = ("arm", "cells", "accuracy", "seconds", "time_ratio", "bytes_ratio")
+        narrow = tables["primary"].select(
+            ("hypothesis", "pairs", "estimate", "p_holm", "verdict"), name="primary"
+        )
+        shown = [tables["main"].select(bare, name="main"), narrow]
+    for table in shown:
         for one in to_rich(table, without_interval=bare):
             console.print(one)
     for note in dict.fromkeys(note for section in tables["main"].sections for note in section.notes):

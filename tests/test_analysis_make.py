@@ -105,7 +105,7 @@ def test_main_table_is_printed(folder, tmp_path, capsys):
     for text in (
         "resnet18 on cifar10-jpeg",
         "tri-accel",
-        "Peak MiB",
+        "Time s",
         "Verdict",
         "1 cells have not run yet",
         "diverged at seed 2",
