@@ -86,8 +86,12 @@ class _Problem:
                 )
         self.groups = self._groups()
         self._sources: dict[int, list[int]] = {}
+        self._out: list[list[Edge]] = [[] for _ in table.nodes]
+        self._in: list[list[Edge]] = [[] for _ in table.nodes]
         for edge in table.edges:
             self._sources.setdefault(edge.target, []).append(edge.source)
+            self._out[edge.source].append(edge)
+            self._in[edge.target].append(edge)
 
     def _groups(self) -> list[tuple[tuple[str, ...], tuple[Precision, ...]]]:
         """Layers that move together (tied weights) and the formats that all of them have; those with no choice are left out."""
@@ -231,21 +235,53 @@ class _Problem:
         return seconds + _SECONDS_PER_BYTE * kept
 
     def _descend(self, formats: dict[str, Precision]) -> dict[str, Precision]:
-        """Single moves under the exact cost until none gains, three sweeps at most."""
-        best, cost = dict(formats), self.cost(formats)
+        """Single moves under the exact cost until none gains, three sweeps at most; each looks only at what it touches."""
+        if not any(not node.layer for node in self.table.nodes) and len(self.table.precisions) == 2:
+            return formats  # without joins the cut was exact
+        best, labels = dict(formats), self.table.labels(formats)
         for _ in range(3):
             improved = False
             for names, common in self.groups:
                 for precision in common:
                     if best[names[0]] is precision:
                         continue
-                    trial = {**best, **dict.fromkeys(names, precision)}
-                    value = self.cost(trial)
-                    if value < cost:
-                        best, cost, improved = trial, value, True
+                    changed = self._moved(labels, {self.index[name]: precision for name in names})
+                    if self._difference(labels, changed) < 0.0:
+                        best.update(dict.fromkeys(names, precision))
+                        for i, label in changed.items():
+                            labels[i] = label
+                        improved = True
             if not improved:
                 break
         return best
+
+    def _moved(self, labels: list[Precision], layers: dict[int, Precision]) -> dict[int, Precision]:
+        """Nodes whose label changes when ``layers`` do: themselves and the joins downstream."""
+        changed = dict(layers)
+        waiting = sorted(
+            {e.target for i in layers for e in self._out[i] if not self.table.nodes[e.target].layer}
+        )
+        while waiting:
+            i = waiting.pop(0)
+            label = max((changed.get(s, labels[s]) for s in self._sources[i]), key=lambda p: p.rank)
+            if label is not changed.get(i, labels[i]):
+                changed[i] = label
+                more = {e.target for e in self._out[i] if not self.table.nodes[e.target].layer}
+                waiting = sorted(set(waiting) | more)
+        return changed
+
+    def _difference(self, labels: list[Precision], changed: dict[int, Precision]) -> float:
+        """Exact change of the cost when the labels of ``changed`` change."""
+        total = 0.0
+        edges: set[Edge] = set()
+        for i, label in changed.items():
+            total += self.unary(i, label) - self.unary(i, labels[i])
+            edges.update(self._out[i], self._in[i])
+        for edge in edges:
+            u, v = edge.source, edge.target
+            total += self._edge(edge, changed.get(u, labels[u]), changed.get(v, labels[v]))
+            total -= self._edge(edge, labels[u], labels[v])
+        return total
 
     # ---------------------------------------------------------------- words
 
