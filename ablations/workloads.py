@@ -230,10 +230,16 @@ def _folder(root: Path) -> tuple[Images, Images]:
     if (root / "train").is_dir() and test is not None:
         classes = sorted(p.name for p in (root / "train").iterdir() if p.is_dir())
         parts = [_decode(root / "train", classes), _decode(test, classes)]
+    elif (root / "train").is_dir() or test is not None:
+        raise WorkloadError(
+            f"{root} has {'train' if test is None else test.name}/ but no {'test' if test is None else 'train'}/: give both, or class "
+            "folders alone, which are then split"
+        )
     else:
         classes = sorted(p.name for p in root.iterdir() if p.is_dir())
         images, labels, names = _decode(root, classes)
-        held = torch.tensor([hashlib.sha256(name.encode()).digest()[0] % 6 == 0 for name in names])
+        split = [hashlib.sha256(name.encode()).digest()[0] % 6 == 0 for name in names]
+        held = torch.tensor(split, dtype=torch.bool)
         parts = [(images[~held], labels[~held], []), (images[held], labels[held], [])]
     for part, label in zip(parts, ("training", "test"), strict=True):
         if len(part[1]) == 0:

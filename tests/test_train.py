@@ -45,7 +45,7 @@ def finished(run: Run) -> dict:
 
 @pytest.mark.parametrize("arm", ["tri-accel", "fp32", "amp-bf16"])
 def test_killed_at_20_random_steps_ends_like_the_unbroken_run(arm, tmp_path):
-    cell = tiny_cell(arm)
+    cell = tiny_cell(arm, epochs=3)
     whole = run_cell(cell, tmp_path / "whole.jsonl")
     unbroken = finished(whole)
     draw = random.Random(f"kill {arm}")
