@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from triaccel.calibration import LossFunction, call_model
+from triaccel.calibration import LossFunction
 from triaccel.config import TriAccelConfig
+from triaccel.probe_pass import call_model
 from triaccel.recovery import minimum_micro_batch
 from triaccel.sampler import ElasticBatches, batch_length
 from triaccel.trace import Trace

@@ -14,6 +14,7 @@ from triaccel.config import BatchConfig, CurvatureConfig
 from triaccel.hessian import BlockSpectrum
 from triaccel.layers import find_layers
 from triaccel.noise import NoiseEstimator
+from triaccel.probe_pass import training_square_norm
 from triaccel.probes import LayerSignal, ProbeRunner, rank_correlation
 from triaccel.types import TriAccelError
 
@@ -309,3 +310,52 @@ def test_stability_and_noise_on_real_images(cifar_jpeg):
     )
     assert variation <= 0.5
     assert 0.5 <= ours / (trace / gradient) <= 2.0
+
+
+def test_noise_scale_from_two_batch_sizes_does_not_use_the_probes_trace():
+    """|g_n|² = 2 + 50 / n: B_simple = 25, whatever the Gram matrices say of another network."""
+    noise = NoiseEstimator()
+    for _ in range(4):
+        noise.add_probe(trace=500.0, square_norm=-9.0)
+        noise.add_gradient(square_norm=2.0 + 50.0 / 96, batch_size=96)
+    assert noise.read().value is None
+    for _ in range(4):
+        noise.add_small(square_norm=2.0 + 50.0 / 32, batch_size=32)
+    found = noise.read()
+    assert (found.trace, found.square_norm) == pytest.approx((50.0, 2.0))
+    assert found.value == pytest.approx(25.0)
+    other = NoiseEstimator()
+    other.load_state_dict(noise.state_dict())
+    assert other.read() == found
+
+
+def test_a_lower_bound_is_known_before_the_noise_scale_is():
+    noise = NoiseEstimator()
+    for shift in (-0.4, 0.0, 0.4, -0.4, 0.0, 0.4):
+        noise.add_probe(trace=1.0, square_norm=1.0)
+        noise.add_gradient(square_norm=0.01 + (50.0 + 20 * shift) / 96, batch_size=96)
+        noise.add_small(square_norm=0.01 + (50.0 + 20 * shift) / 32, batch_size=32)
+    found = noise.read()
+    assert found.value is None
+    assert 50 < found.lower < 50 / 0.01
+    assert found.trusted == found.lower
+
+
+def test_training_square_norm_is_that_of_a_training_step_and_changes_nothing():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    x, y = torch.randn(12, 6), torch.randint(3, (12,))
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    rng = torch.get_rng_state()
+    found = training_square_norm(
+        model, list(model.parameters()), [(x[:6], y[:6]), (x[6:], y[6:])], CE, device=torch.device("cpu")
+    )
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert torch.equal(rng, torch.get_rng_state())
+    assert all(p.grad is None for p in model.parameters())
+    expected = 0.0
+    for part in (slice(0, 6), slice(6, 12)):
+        model.zero_grad()
+        CE(model(x[part]), y[part]).backward()
+        expected += sum(float(p.grad.double().square().sum()) for p in model.parameters()) / 2
+    assert found == pytest.approx(expected, rel=1e-5)

@@ -230,10 +230,13 @@ class ModelBatch(_BatchPolicy):
         config = self.config
         if config.noise_cap > 0:
             noise = observation.noise
-            if noise is None or noise.value is None:
+            if noise is None or noise.trusted is None:
                 return "noise scale unknown: the batch does not grow"
-            if size > config.noise_cap * noise.value:
-                return f"noise cap: {size} is past {config.noise_cap:g} x the noise scale {noise.value:.0f}"
+            if size > config.noise_cap * noise.trusted:
+                said = f"{noise.trusted:.0f}" + (
+                    "" if noise.value is not None else ", all that can be told of it"
+                )
+                return f"noise cap: {size} is past {config.noise_cap:g} x the noise scale {said}"
         total = observation.total_samples or self.total_samples
         if config.min_updates > 0:
             if total is None:

@@ -11,8 +11,7 @@ import hashlib
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch import nn
 from .config import TriAccelConfig
 from .cost import CostTable, device_ladder, measure_costs
 from .layers import Layer
+from .probe_pass import call_model, unchanged
 from .probes import ProbeRunner
 from .sampler import batch_length, split_batch
 from .types import TriAccelError
@@ -83,36 +83,8 @@ class Calibration:
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def call_model(model: nn.Module, inputs: Any) -> Any:
-    """``model(*inputs)`` for a tuple or list, ``model(**inputs)`` for a dict, ``model(inputs)`` otherwise."""
-    if isinstance(inputs, dict):
-        return model(**inputs)
-    if isinstance(inputs, (tuple, list)):
-        return model(*inputs)
-    return model(inputs)
-
-
-@contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Restore buffers, RNG states and train/eval flags on exit, whatever ran inside."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    modes = [(module, module.training) for module in model.modules()]
-    devices = sorted(
-        {p.device.index for p in model.parameters() if p.device.type == "cuda" and p.device.index is not None}
-    )
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        with torch.no_grad():
-            for buffer, saved in buffers:
-                buffer.copy_(saved)
-        for module, mode in modes:
-            module.training = mode
-
-
 def median_seconds(run: Callable[[], object], *, device: torch.device, repeats: int = 3) -> float:
-    """Median wall time of ``run`` after one warm-up, synchronised with ``device``."""
+    """Median wall time of ``run`` after one warm-up, synchronised with ``device``; with ``repeats=0`` the warm-up's own time."""
 
     def once() -> float:
         if device.type == "cuda":
@@ -123,8 +95,8 @@ def median_seconds(run: Callable[[], object], *, device: torch.device, repeats: 
             torch.cuda.synchronize(device)
         return time.perf_counter() - start
 
-    once()
-    return statistics.median(once() for _ in range(repeats))
+    first = once()
+    return statistics.median(once() for _ in range(repeats)) if repeats else first
 
 
 def calibration_needed(config: TriAccelConfig) -> bool:
@@ -201,5 +173,7 @@ def calibrate(
 
         with unchanged(model):
             sample_seconds = median_seconds(plain, device=device) / samples
-            probe_seconds = median_seconds(probe, device=device)
+            # a Hessian probe takes minutes on a large model: once, with its warm-up inside, is exact enough for an interval
+            repeats = 0 if config.curvature.estimator == "hessian" else 3
+            probe_seconds = median_seconds(probe, device=device, repeats=repeats)
     return Calibration(costs, sample_seconds, probe_seconds, time.perf_counter() - start)

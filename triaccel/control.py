@@ -35,7 +35,8 @@ class Controller:
         precision: map in force.
         rate: scales in force.
         batch: batch in force.
-        map_version: counts the maps that were in force, from 0.
+        map_version: number of the map in force, by first appearance from 0: a map that comes back has its old number, so
+            that peaks observed under it still count.
         decided_by: layer-ticks by what decided them, over the run.
         trace: the log of every tick.
     """
@@ -47,6 +48,7 @@ class Controller:
         self.rate: RateDecision = policies.rate.initial(self._states[1])
         self.batch: BatchDecision = policies.batch.initial(self._states[2])
         self.map_version = 0
+        self._maps: list[dict[str, str]] = [_named(self.precision)]
         self.decided_by: Counter[str] = Counter()
         self.trace = Trace([self._entry(Observation(0, 0, 0, None, self.batch.batch_size), (), {})])
 
@@ -61,9 +63,10 @@ class Controller:
             What changed, in the order precision, rate, batch.
         """
         self._states[0], precision = self._policies.precision.step(self._states[0], observation)
-        if dict(precision.precision_map) != dict(self.precision.precision_map):
-            self.map_version += 1
         self.precision = precision
+        if (formats := _named(precision)) not in self._maps:
+            self._maps.append(formats)
+        self.map_version = self._maps.index(formats)
         self._states[1], self.rate = self._policies.rate.step(self._states[1], observation)
         after = replace(observation, precision_map=precision.precision_map, map_version=self.map_version)
         self._states[2], self.batch = self._policies.batch.step(self._states[2], after)
@@ -106,6 +109,7 @@ class Controller:
             "rate": _dump(self.rate),
             "batch": _dump(self.batch),
             "map_version": self.map_version,
+            "maps": [dict(formats) for formats in self._maps],
             "decided_by": dict(self.decided_by),
             "trace": self.trace.dumps(),
         }
@@ -124,6 +128,7 @@ class Controller:
             self.rate = _load(RateDecision, data["rate"])
             self.batch = _load(BatchDecision, data["batch"])
             self.map_version = int(data["map_version"])
+            self._maps = [dict(formats) for formats in data["maps"]]
             self.decided_by = Counter(data["decided_by"])
             self.trace.entries[:] = Trace.loads(data["trace"], source="checkpoint").entries
         except (KeyError, ValueError) as error:  # pydantic's ValidationError is a ValueError
@@ -131,6 +136,10 @@ class Controller:
                 f"this controller state belongs to another configuration or version ({error}); "
                 "load it with the configuration that saved it"
             ) from error
+
+
+def _named(decision: PrecisionDecision) -> dict[str, str]:
+    return {name: precision.value for name, precision in decision.precision_map.items()}
 
 
 def _dump(value: Any) -> Any:

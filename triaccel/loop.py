@@ -13,6 +13,7 @@ Source: the loop is the paper's (arXiv 2508.16905); what each part does is in it
 from __future__ import annotations
 
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -22,7 +23,7 @@ import torch
 from torch import nn
 
 from .batch import make_batch_policy
-from .calibration import Calibration, LossFunction, calibrate, calibration_needed, call_model
+from .calibration import Calibration, LossFunction, calibrate, calibration_needed
 from .casting import Caster
 from .config import TriAccelConfig
 from .control import Controller
@@ -31,10 +32,18 @@ from .layers import find_layers
 from .learning_rate import make_rate_policy
 from .loss_scale import LossScaler
 from .memory import MemoryProbe, make_memory_probe
+from .memory_fit import fit_memory
 from .optim import Updater
 from .precision import make_precision_policy
+from .probe_pass import call_model
 from .probes import ProbeRunner
-from .recovery import StepGuard, minimum_micro_batch, run_step_with_recovery
+from .recovery import (
+    StepGuard,
+    is_out_of_memory,
+    minimum_micro_batch,
+    refuse_several_ranks,
+    run_step_with_recovery,
+)
 from .sampler import ElasticBatches, batch_length, micro_batch_sizes, split_batch
 from .statistics import GradientStatistics
 from .trace import Policies, Trace
@@ -73,7 +82,7 @@ class TriAccel:
         total_samples: int | None = None,
         policies: Policies | None = None,
     ) -> None:
-        _refuse_several_ranks()
+        refuse_several_ranks()
         self.model = model
         self.optimizer = optimizer
         self.config = config = config or TriAccelConfig()
@@ -230,6 +239,7 @@ class TriAccel:
                         batch_size=size, map_version=controller.map_version
                     ),
                     ladder=self.config.batch.rungs,
+                    needed_bytes=self._expected_bytes,
                 )
             else:
                 recovered = 0
@@ -273,7 +283,19 @@ class TriAccel:
         assert total is not None
         return total, len(parts)
 
+    def _expected_bytes(self, micro_batch_size: int) -> int | None:
+        """What the observed peaks say that a micro-batch needs; ``None`` before enough were seen."""
+        if (seen := self._memory.reading()) is None:
+            return None
+        fit = fit_memory(
+            seen.peaks, map_version=self._running().map_version, resident_bytes=seen.resident_bytes
+        )
+        needed = fit.predict(micro_batch_size) if fit else None
+        return None if needed is None else int(needed)
+
     def _reach_floor(self) -> None:
+        if self._batches is not None:
+            self._batches.unread()  # a checkpoint now must give these samples again
         if self.on_out_of_memory is not None:
             self.on_out_of_memory()
 
@@ -565,7 +587,8 @@ class TriAccel:
         """
         if (version := state.get("format")) != STATE_FORMAT:
             raise TriAccelError(
-                f"state of format {version!r}, this version reads {STATE_FORMAT}: go on with the version that wrote it, or start again"
+                f"state of format {version!r}, this version reads {STATE_FORMAT}: "
+                "go on with the version that wrote it, or start again"
             )
         if state["config"] != self.config.model_dump(mode="json"):
             raise TriAccelError(
@@ -716,7 +739,19 @@ class TriAccel:
             batch = self._batches.draw(count, seed=self.config.seed + self._samples_seen)
         elif batch_length(batch) > count:
             batch = split_batch(batch, [count, batch_length(batch) - count])[0]
-        self.probe(batch, loss_fn)
+        try:
+            self.probe(batch, loss_fn)
+            return
+        except (RuntimeError, MemoryError) as error:
+            if not (self._recovers and is_out_of_memory(error)):
+                raise
+            traceback.clear_frames(error.__traceback__)
+        # outside the except block, so that the failed frames hold no tensor
+        self._probes.give_up(samples_seen=self._samples_seen)
+        warnings.warn(
+            f"a curvature probe of {count} samples ran out of memory and was left out; lower curvature.probe_batch or max_bytes",
+            stacklevel=5,
+        )
 
     def _observe(self, samples: int) -> Observation:
         controller = self._running()
@@ -767,15 +802,6 @@ class TriAccel:
             f"a torch.optim.lr_scheduler is attached and the batch has changed: stepped once per update it expects {expected} "
             f"steps and will get about {real}; use accel.schedule(fn_of_progress), which follows samples",
             stacklevel=4,
-        )
-
-
-def _refuse_several_ranks() -> None:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise TriAccelError(
-            f"the process group has {distributed.get_world_size()} ranks: Tri-Accel decides for one device only, and ranks that "
-            "decide apart would hang; train on one process"
         )
 
 

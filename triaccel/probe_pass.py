@@ -186,6 +186,25 @@ def _state_kept(model: nn.Module) -> Iterator[None]:
                     tensor.copy_(copy)
 
 
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Restore buffers, RNG states and train/eval flags on exit, whatever ran inside."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    modes = [(module, module.training) for module in model.modules()]
+    devices = sorted(
+        {p.device.index for p in model.parameters() if p.device.type == "cuda" and p.device.index is not None}
+    )
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, saved in buffers:
+                buffer.copy_(saved)
+        for module, mode in modes:
+            module.training = mode
+
+
 def _compiled(model: nn.Module) -> bool:
     return hasattr(model, "_orig_mod") or any(
         getattr(m, "_compiled_call_impl", None) is not None for m in model.modules()
@@ -222,6 +241,46 @@ def probe_region(
             torch.autograd.set_multithreading_enabled(False)
         )  # a recomputed region sees the mode
         yield constants
+
+
+def training_square_norm(
+    model: nn.Module,
+    parameters: Sequence[nn.Parameter],
+    parts: Sequence[tuple[Any, Any]],
+    loss_fn: Callable[[Any, Any], Tensor],
+    *,
+    device: torch.device,
+) -> float:
+    """Mean over ``parts`` of |g|², g the gradient of the mean loss of one part by the network as it trains, in FP32.
+
+    Batch statistics and dropout are as in training; buffers, RNG and gradients stay as they were.
+
+    Args:
+        model: the plain FP32 module, in training mode.
+        parameters: with respect to which.
+        parts: pairs (inputs, targets) of equal length.
+        loss_fn: mean or sum over samples.
+        device: where it runs.
+
+    Source: arXiv 1812.06162, appendix A, needs such norms at two batch sizes.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    with ExitStack() as stack:
+        stack.enter_context(unchanged(model))
+        stack.enter_context(_full_fp32())
+        stack.enter_context(torch.enable_grad())
+        for kind in {"cpu", device.type}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        if _compiled(model):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for inputs, targets in parts:
+            loss = loss_fn(call_model(model, inputs), targets)
+            if getattr(loss_fn, "reduction", "mean") == "sum":
+                loss = loss / len(targets)
+            grads = torch.autograd.grad(loss, parameters, allow_unused=True)
+            norms = torch._foreach_norm([g for g in grads if g is not None])
+            total += torch.stack([n.double() for n in norms]).square().sum()
+    return total.item() / len(parts)
 
 
 @dataclass(eq=False, slots=True)

@@ -28,6 +28,8 @@ from .gram import ProbeResult, gram_probe
 from .hessian import BlockSpectrum, hessian_probe
 from .layers import Layer
 from .noise import NoiseEstimator
+from .probe_pass import training_square_norm
+from .sampler import batch_length, split_batch
 from .types import NoiseScale, TriAccelError
 
 __all__ = ["LayerSignal", "ProbeRunner", "rank_correlation"]
@@ -74,6 +76,8 @@ class ProbeRunner:
         self._config = curvature
         self._seed = seed
         needs_noise = batch.rule == "model" and batch.noise_cap > 0
+        self._needs_noise = needs_noise
+        self._initial_batch = batch.initial
         self.enabled = curvature.estimator != "off" or needs_noise
         given = curvature.interval_samples if curvature.estimator != "off" else batch.noise_interval_samples
         self.interval_samples: int | None = given if self.enabled else None
@@ -180,6 +184,8 @@ class ProbeRunner:
         )
         self._probes += 1
         good = self._take(result, number)
+        if self._needs_noise and good:
+            self._take_small(model, inputs, targets, loss_fn)
         if config.estimator == "hessian" or (estimating and config.audit):
             spectra = hessian_probe(
                 model,
@@ -204,6 +210,12 @@ class ProbeRunner:
         if self.interval_samples is not None:
             self._next_due = (samples_seen // self.interval_samples + 1) * self.interval_samples
 
+    def give_up(self, *, samples_seen: int) -> None:
+        """Count a probe that could not run (memory ran out) as failed; the former figures stay."""
+        self._failed += 1
+        if self.interval_samples is not None:
+            self._next_due = (samples_seen // self.interval_samples + 1) * self.interval_samples
+
     def _take(self, result: ProbeResult, number: int) -> bool:
         self._generic, self._without_gradient = dict(result.generic), dict(result.without_gradient)
         if result.finite:
@@ -222,6 +234,24 @@ class ProbeRunner:
                     former.curvature, former.eigenvalues, layer.sample_variance, former.probe_id
                 )
         return result.finite
+
+    def _take_small(
+        self, model: nn.Module, inputs: Any, targets: Any, loss_fn: Callable[[Any, Any], Tensor]
+    ) -> None:
+        """|g_b|² in training mode, b a third of the training batch at most: the other size of the noise scale."""
+        count = batch_length((inputs, targets))
+        size = max(2, min(count, (self._noise.last_batch or self._initial_batch) // 3))
+        if size > count:
+            return
+        parts = split_batch((inputs, targets), [size] * (count // size) + [count % size] * bool(count % size))
+        norm = training_square_norm(
+            model,
+            [p for layer in self._layers for p in layer.parameters],
+            parts[: count // size],
+            loss_fn,
+            device=next(p.device for layer in self._layers for p in layer.parameters),
+        )
+        self._noise.add_small(square_norm=norm, batch_size=size)
 
     def _rotated(self, result: ProbeResult) -> list[Layer]:
         usable = [

@@ -27,7 +27,13 @@ from torch import Tensor, nn
 from .memory import headroom_bytes, resident_set_bytes, trim_heap
 from .types import TriAccelError
 
-__all__ = ["StepGuard", "is_out_of_memory", "minimum_micro_batch", "run_step_with_recovery"]
+__all__ = [
+    "StepGuard",
+    "is_out_of_memory",
+    "minimum_micro_batch",
+    "refuse_several_ranks",
+    "run_step_with_recovery",
+]
 
 T = TypeVar("T")
 
@@ -92,7 +98,7 @@ def minimum_micro_batch(model: nn.Module) -> int:
     return 2 if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()) else 1
 
 
-def _refuse_several_ranks() -> None:
+def refuse_several_ranks() -> None:
     """A rank that retries alone leaves the others waiting in a collective (composer PR 2117)."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
@@ -119,7 +125,7 @@ class StepGuard:
     """
 
     def __init__(self, model: nn.Module, *, scaler: _Stateful | None = None) -> None:
-        _refuse_several_ranks()
+        refuse_several_ranks()
         self._parameters = list(model.parameters())
         self._scaler = scaler
         self._slots = [

@@ -115,12 +115,19 @@ class NoiseScale:
         trace: running mean of Σ_l tr Σ_l.
         square_norm: running mean of the unbiased |G|² (may be ≤ 0 when noisy).
         probes: number of probes averaged.
+        lower: samples; a lower bound of ``value`` (two standard errors each way), known before ``value`` is.
     """
 
     value: float | None
     trace: float
     square_norm: float
     probes: int
+    lower: float | None = None
+
+    @property
+    def trusted(self) -> float | None:
+        """``value`` where it is known, else ``lower``."""
+        return self.value if self.value is not None else self.lower
 
 
 @dataclass(frozen=True, slots=True)
