@@ -1,7 +1,7 @@
 """Accuracy against time, time to target, and efficiency through training.
 
-Lines are means over seeds; every seed's own point is drawn beside them. A cell that was timed while other work ran has hollow
-points and enters no mean of times. Source: ours.
+Lines are means over seeds; every seed's own point is drawn beside them. Cells that were timed while other work ran are
+left out and counted; an arm that has no others is shown with hollow points, and said so. Source: ours.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .figures import MAX_LINES, arm_style, featured, legend_below, new_figure, subtitle
-from .groups import Group
+from .groups import Group, timed
 from .record import Record
 from .stats import paired_t
 from .target import target_accuracy, time_to_target
@@ -46,22 +46,25 @@ def accuracy_against_time(group: Group) -> Figure | None:
         look = arm_style(label)
         curves = [(record, _evals(record)) for record in group.done(label)]
         curves = [(record, curve) for record, curve in curves if len(curve)]
-        alone = [curve for record, curve in curves if not record.shared_machine]
-        used = alone or [curve for _, curve in curves]
+        shown = {id(record) for record in timed([record for record, _ in curves])}
+        used = [curve for record, curve in curves if id(record) in shown]
+        hollow = all(record.shared_machine for record, _ in curves)
         length = min(len(curve) for curve in used)
         mean = np.mean([curve[:length] for curve in used], axis=0)
         name = label + (" (best static)" if label == group.best_static else "")
+        if hollow:
+            name += " (shared machine)"
+        elif len(used) < len(curves):
+            name += f" ({len(curves) - len(used)} shared left out)"
         axes.plot(
             mean[:, 0], mean[:, 1], color=look.colour, linestyle=look.line, marker=look.marker, linewidth=look.width,
-            markersize=7 if look.marker == "*" else 4.5, label=name if alone else f"{name} (shared machine)", zorder=3,
+            markersize=7 if look.marker == "*" else 4.5, label=name, zorder=3,
         )  # fmt: skip
-        for hollow in (False, True):
-            ends = np.array([curve[-1] for record, curve in curves if record.shared_machine == hollow])
-            if len(ends):
-                axes.scatter(
-                    ends[:, 0], ends[:, 1], s=14, marker=look.marker, facecolors="none" if hollow else look.colour,
-                    edgecolors=look.colour, linewidths=0.7, alpha=0.45, zorder=2,
-                )  # fmt: skip
+        ends = np.array([curve[-1] for curve in used])
+        axes.scatter(
+            ends[:, 0], ends[:, 1], s=14, marker=look.marker, facecolors="none" if hollow else look.colour,
+            edgecolors=look.colour, linewidths=0.7, alpha=0.45, zorder=2,
+        )  # fmt: skip
     axes.set_xlabel("training time, s (controller and calibration included, evaluation excluded)")
     axes.set_ylabel("test accuracy, %")
     axes.set_xlim(left=0)

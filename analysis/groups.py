@@ -16,7 +16,16 @@ from typing import Any
 from .labels import COMPONENTS, FACTORIAL_ARMS, STATIC_ARMS, labelled
 from .record import Record, RecordError
 
-__all__ = ["COMPONENTS", "FACTORIAL_ARMS", "STATIC_ARMS", "Group", "MixedCode", "hardware", "make_groups"]
+__all__ = [
+    "COMPONENTS",
+    "FACTORIAL_ARMS",
+    "STATIC_ARMS",
+    "Group",
+    "MixedCode",
+    "hardware",
+    "make_groups",
+    "timed",
+]
 
 _LENIENT = ("cpu", "quick", "gpu-check")
 
@@ -88,6 +97,11 @@ def hardware(record: Record) -> str:
     if isinstance(threads, Mapping):
         threads = threads.get("torch", threads.get("intra_op"))
     return text if record.on_cuda or threads is None else f"{text}, {threads} threads"
+
+
+def timed(records: Sequence[Record]) -> Sequence[Record]:
+    """The records whose times are to be shown: those that ran alone, or all where none did."""
+    return [record for record in records if not record.shared_machine] or records
 
 
 def make_groups(
@@ -178,7 +192,9 @@ def _best_static(
         return None, "no static arm is done"
     accuracy = {label: _mean(_chosen_by(r) for r in records) for label, records in fits.items()}
     good = [label for label in fits if accuracy[label] >= max(accuracy.values()) - 0.01]
-    fastest = min(good, key=lambda label: (_mean(r.metrics["train_seconds"] for r in fits[label]), label))
+    fastest = min(
+        good, key=lambda label: (_mean(r.metrics["train_seconds"] for r in timed(fits[label])), label)
+    )
     return (
         fastest,
         "chosen among the static arms of these records, on the reported seeds themselves: a choice in their favour",

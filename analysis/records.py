@@ -75,8 +75,9 @@ def load(folder: Path) -> Run:
 def _run_folder(folder: Path) -> tuple[list[Record], int]:
     grid = read_json(folder / "grid.json")
     spec = plain(grid.get("spec") or {})
+    spec.pop("config", None)  # each cell has the one that it ran
     records, half = [], 0
-    for cell_file in sorted((folder / "cells").glob("*/cell.json")):
+    for cell_file in sorted((folder / "cells").glob("[!.]*/cell.json")):
         result_file = cell_file.with_name("result.json")
         if result_file.is_file():
             data, source = read_json(result_file), result_file

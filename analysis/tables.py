@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from .compare import Comparer, Comparison, peak_bytes, response
-from .groups import Group
+from .groups import Group, timed
 from .labels import COMPONENTS, FACTORIAL_ARMS
 from .record import Record
 from .stats import non_inferiority, paired_t, smallest_sign_flip_p
@@ -119,7 +119,10 @@ def _notes(group: Group, refused: Sequence[str]) -> list[str]:
     if any(r.done and r.metrics.get("test_accuracy") is None for r in group.records):
         notes.append("Accuracy is that of the validation split.")
     if any(record.shared_machine for record in group.records):
-        notes.append("† timed while other work ran on the machine: shown, refused in comparisons of time.")
+        notes.append(
+            "† cells timed while other work ran on the machine: left out of times and their comparisons; "
+            "where all were, their mean is shown."
+        )
     if group.mixed_code:
         notes.append(
             f"Cells ran {len(group.mixed_code)} versions of the training sources: {', '.join(h[:12] for h in group.mixed_code)}."
@@ -167,7 +170,7 @@ def main(groups: Sequence[Group], comparer: Comparer, *, margin: float | None = 
                     mean((response(r, "accuracy") for r in done), digits=2),
                     REFERENCE if is_reference else as_points(against["accuracy"]),
                     "–" if is_reference else verdict(against["accuracy"], margin or group.margin),
-                    mean((r.metric("train_seconds") for r in done), digits=1, mark=mark),
+                    mean((r.metric("train_seconds") for r in timed(done)), digits=1, mark=mark),
                     REFERENCE if is_reference else as_ratio(against["time"]),
                     REFERENCE if label == group.best_static else as_ratio(best),
                     mean((peak_bytes(r) for r in done), digits=1, scale=1 / MIB, interval=False),

@@ -72,7 +72,7 @@ def test_states_are_counted_and_reasons_shown(tables):
 def test_shared_machines_are_marked(tables):
     text = to_markdown(tables["main"])
     assert re.search(r"\| off \|.*\]† \|", text)
-    assert "† timed while other work ran" in text
+    assert "† cells timed while other work ran" in text
     assert len([line for line in text.splitlines() if "†" in line and line.startswith("|")]) == 2
 
 
