@@ -142,7 +142,8 @@ class CurvatureConfig(_Frozen):
     labels: Literal["observed", "sampled"] = "observed"
     """``sampled`` draws labels from the model (Monte-Carlo Fisher) at the cost of a second backward."""
     norm_statistics: Literal["probe", "running"] = "probe"
-    """Constants that normalisation layers use in a probe: those of the probe batch, or the running ones."""
+    """Constants that normalisation layers use in a probe: those of the probe batch (a channel's variance never below the
+    running one), or the running ones."""
     max_overhead: Annotated[float, Field(gt=0.0, le=1.0)] = 0.02
     """Share of training time that probes may take; sets the interval at calibration."""
     interval_samples: Count | None = None
