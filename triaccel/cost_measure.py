@@ -12,11 +12,9 @@ as before. A saved table is read back for the same model, sizes, formats, machin
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -26,14 +24,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from .cost_assemble import Measurements, assemble
+from .cost_inputs import all_tensors, batch_length, call_model, device_name, resize, undisturbed
 from .cost_map import best_map
 from .cost_profile import Pass, differentiable, run_pass
-from .cost_table import CostTable, Edge, MeasuredMap, Node
+from .cost_table import CostTable
 from .ladder import Ladder
 from .limits import headroom_bytes
-from .regions import install_map, map_tensors, outer_format, restore_map
+from .regions import install_map, outer_format, restore_map
 from .types import LayerInfo, Precision, TriAccelError
 
 __all__ = ["measure_costs"]
@@ -116,7 +116,7 @@ class _Measuring:
         self.compute = {layer.name: layer.module for layer in layers if layer.info.role == "compute"}
         self.infos = [layer.info for layer in layers]
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self.batch = _batch_length(inputs)
+        self.batch = batch_length(inputs)
         self.sizes = batch_sizes or [self.batch]
         self.start = time.perf_counter()
         self.budget = budget
@@ -129,10 +129,10 @@ class _Measuring:
         parts = [
             repr(self.model),
             [(n, list(p.shape), p.requires_grad) for n, p in self.model.named_parameters()],
-            [(list(t.shape), str(t.dtype), list(t.stride())) for t in _all_tensors(self.inputs)],
+            [(list(t.shape), str(t.dtype), list(t.stride())) for t in all_tensors(self.inputs)],
             self.sizes,
             [p.value for p in self.ladder.precisions],
-            _device_name(self.device),
+            device_name(self.device),
             torch.get_num_threads(),
             torch.__version__,
             self.budget,
@@ -144,7 +144,7 @@ class _Measuring:
     def run(self) -> CostTable:
         """Measure within the budget."""
         with ExitStack() as stack:
-            stack.enter_context(_undisturbed(self.model, self.device))
+            stack.enter_context(undisturbed(self.model, self.device))
             if "torch._dynamo" in sys.modules:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             size = min(self.sizes, key=lambda s: (abs(s - self.batch), s))
@@ -175,7 +175,7 @@ class _Measuring:
                         raise
                     break
                 done.append(size)
-            return self._table(sorted(done))
+            return self._table()
 
     def _left(self) -> float:
         return self.start + self.budget - time.perf_counter()
@@ -202,7 +202,7 @@ class _Measuring:
     def _profile(self, size: int, *, until: float) -> dict[Precision, float]:
         """Passes at one batch size in alternating formats; seconds per pass and format."""
         formats = self.ladder.precisions
-        inputs = _resize(self.inputs, size)
+        inputs = resize(self.inputs, size)
         for precision in formats:
             seen = self._pass(precision, inputs, keep_bytes=precision not in self.first)
             if precision not in self.first:
@@ -241,9 +241,9 @@ class _Measuring:
         def call(inputs: Any) -> Any:
             if outer is Precision.FP32:
                 with torch.autocast(self.device.type, enabled=False):
-                    return _call(self.model, inputs)
+                    return call_model(self.model, inputs)
             with torch.autocast(self.device.type, dtype=outer.torch_dtype, cache_enabled=False):
-                return _call(self.model, inputs)
+                return call_model(self.model, inputs)
 
         try:
             yield call
@@ -254,7 +254,7 @@ class _Measuring:
         """Time whole maps at ``size``, hooks off, alternating: FP32, the cheapest by the sum, the lowest if it has a chance."""
         if len(self.ladder.precisions) < 2:
             return
-        table = self._table(sorted({s for s, _ in self.passes}))
+        table = self._table()
         names = table.layer_names
         bounds = dict.fromkeys(self.compute, self.ladder.lowest)
         best, _ = best_map(table, self.infos, batch_size=size, prefer="time", allowed=bounds)
@@ -272,7 +272,7 @@ class _Measuring:
             for key, (seconds, candidate) in modelled.items()
             if seconds <= _HOPELESS * least or Precision.FP32 in key
         }
-        inputs = _resize(self.inputs, size)
+        inputs = resize(self.inputs, size)
         times: dict[tuple[Precision, ...], list[float]] = {key: [] for key in maps}
         for _ in range(2 * _ROUNDS):
             start = time.perf_counter()
@@ -302,106 +302,7 @@ class _Measuring:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    # ---------------------------------------------------------------- the table
-
-    def _table(self, buckets: list[int]) -> CostTable:
-        base = self.first[Precision.FP32]
-        keys = list(base.nodes)
-        index = {key: i for i, key in enumerate(keys)}
-        own = self._pooled(buckets)
-        nodes = tuple(self._node(key, i, buckets, own) for key, i in index.items())
-        low = self.first[self.ladder.lowest]
-        edges = []
-        for (source, target), (elements, storage, gradient, _) in base.edges.items():
-            other = low.edges.get((source, target))
-            if source == target or source not in index or target not in index:
-                continue
-            if other is not None and len(self.ladder.precisions) > 1 and other[3] == torch.float32:
-                continue  # FP32 whatever the source computes in: its conversion is in the target's own time
-            edges.append(
-                Edge(
-                    index[source],
-                    index[target],
-                    elements / self.batch_first,
-                    base.saved_by.get(storage, target) != target,
-                    gradient,
-                )
-            )
-        convert, overhead = self._conversions()
-        names = [key for key in keys if key in self.compute]
-        return CostTable(
-            precisions=self.ladder.precisions,
-            buckets=tuple(buckets),
-            nodes=nodes,
-            edges=tuple(edges),
-            convert_seconds=convert,
-            convert_overhead=overhead,
-            measured=tuple(
-                MeasuredMap(formats, tuple(seconds.get(b) for b in buckets))
-                for formats, seconds in self.measured.items()
-                if len(formats) == len(names)
-            ),
-            missing={
-                name: "it did not run while costs were measured" for name in self.compute if name not in index
-            },
-            device=_device_name(self.device),
-            measured_seconds=time.perf_counter() - self.start,
-        )
-
-    def _signature(self, key: Any) -> str:
-        if key not in self.compute:
-            return "join"
-        module = self.compute[key]
-        seen = self.first[Precision.FP32].nodes[key]
-        weights = ",".join(
-            f"{tuple(p.shape)}{'' if p.requires_grad else ' frozen'}" for p in module.parameters()
-        )
-        extra = module.extra_repr() if not list(module.children()) else repr(module)
-        return f"{type(module).__name__}({extra}) {weights} on {seen.shapes}"
-
-    def _pooled(self, buckets: list[int]) -> dict[tuple[str, int, Precision], float]:
-        """Median seconds of a layer alone, over passes and over layers of one signature."""
-        pool: dict[tuple[str, int, Precision], list[float]] = {}
-        for (size, precision), passes in self.passes.items():
-            if size not in buckets:
-                continue
-            for seen in passes:
-                for key, node in seen.nodes.items():
-                    if key in self.first[Precision.FP32].nodes and key in self.compute:
-                        pool.setdefault((self._signature(key), size, precision), []).append(node.own_seconds)
-        return {key: statistics.median(values) for key, values in pool.items()}
-
-    def _node(
-        self, key: Any, i: int, buckets: list[int], own: Mapping[tuple[str, int, Precision], float]
-    ) -> Node:
-        layer = key in self.compute
-        signature = self._signature(key)
-        seconds: dict[Precision, tuple[float, ...]] = {}
-        per_sample: dict[Precision, float] = {}
-        fixed: dict[Precision, float] = {}
-        follows = [Precision.FP32]
-        for precision in self.ladder.precisions:
-            first = self.first[precision].nodes.get(key)
-            rest = []
-            for size in buckets:
-                seen = [p.nodes[key].rest_seconds for p in self.passes[size, precision] if key in p.nodes]
-                rest.append(
-                    (statistics.median(seen) if seen else 0.0) + own.get((signature, size, precision), 0.0)
-                )
-            seconds[precision] = tuple(rest)
-            per_sample[precision] = (first.bytes_batch if first else 0) / self.batch_first
-            fixed[precision] = float(first.bytes_fixed if first else 0)
-            if precision is not Precision.FP32 and first and first.dtype == precision.torch_dtype:
-                follows.insert(0, precision)
-        return Node(
-            name=key if layer else f"join {i}",
-            layer=layer,
-            signature=signature,
-            seconds=seconds,
-            bytes_per_sample=per_sample,
-            bytes_fixed=fixed,
-            follows=tuple(sorted(follows, key=lambda p: p.rank)),
-        )
+    # ---------------------------------------------------------------- conversions
 
     def _conversions(self) -> tuple[dict[str, float], float]:
         """Seconds per element between each two formats, and of a conversion of almost nothing; measured once."""
@@ -430,78 +331,17 @@ class _Measuring:
             times.append(time.perf_counter() - start)
         return statistics.median(times[1:])
 
-
-# ------------------------------------------------------------------------------------------------ helpers
-
-
-@contextmanager
-def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Buffers, RNG and modes as before on exit; no garbage collection in between."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    modes = [(module, module.training) for module in model.modules()]
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if device.type == "cuda" else []):
-            yield
-    finally:
-        if collecting:
-            gc.enable()
-        with torch.no_grad():
-            for buffer, saved in buffers:
-                buffer.copy_(saved)
-        for module, mode in modes:
-            module.training = mode
-
-
-def _all_tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def look(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(value, look)
-    return found
-
-
-def _batch_length(inputs: Any) -> int:
-    for tensor in _all_tensors(inputs):
-        if tensor.dim():
-            return tensor.shape[0]
-    raise TriAccelError(
-        f"the example batch ({type(inputs).__name__}) holds no tensor with a sample dimension: costs cannot be measured on it; "
-        "give a tensor, or a tuple or dict of tensors with samples first"
-    )
-
-
-def _resize(inputs: Any, size: int) -> Any:
-    """``inputs`` with ``size`` samples, repeated in turn or cut; tensors of another length stay."""
-    length = _batch_length(inputs)
-    if size == length:
-        return inputs
-
-    def change(tensor: Tensor) -> Tensor:
-        if not tensor.dim() or tensor.shape[0] != length:
-            return tensor
-        index = torch.arange(size, device=tensor.device) % length
-        picked = tensor[index]
-        if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
-            picked = picked.contiguous(memory_format=torch.channels_last)
-        return picked
-
-    return map_tensors(inputs, change)
-
-
-def _call(model: nn.Module, inputs: Any) -> Any:
-    if isinstance(inputs, dict):
-        return model(**inputs)
-    if isinstance(inputs, tuple | list):
-        return model(*inputs)
-    return model(inputs)
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device.type} {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    def _table(self) -> CostTable:
+        convert, overhead = self._conversions()
+        measured = Measurements(
+            precisions=self.ladder.precisions,
+            compute=self.compute,
+            first=self.first,
+            first_batch=self.batch_first,
+            passes=self.passes,
+            whole=self.measured,
+            convert=convert,
+            convert_overhead=overhead,
+            device=device_name(self.device),
+        )
+        return assemble(measured, seconds=time.perf_counter() - self.start)
