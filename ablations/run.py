@@ -65,6 +65,8 @@ class Arguments:
     """Seconds after which a cell ends as timeout."""
     checkpoint_seconds: float = 60.0
     """Seconds between checkpoints of a running cell; 0: none but when stopped."""
+    allow_mixed_code: bool = False
+    """Go on in a folder whose results other versions of the training code made."""
     fail_fast: bool = False
     """Stop at the first cell that ends in error or timeout."""
     shard: str | None = None
@@ -96,6 +98,8 @@ def _run(arguments: Arguments) -> int:
         return 0
     folder = RunFolder(arguments.out or Path("runs") / _name(arguments.grid, grid))
     folder.open(grid)
+    if not arguments.allow_mixed_code:
+        _refuse_other_code(folder)
     if arguments.merge:
         from .merge import merge
 
@@ -126,6 +130,18 @@ def _grid(arguments: Arguments) -> Grid:
 
         changes["config"] = read_config(arguments.config, base=arguments.grid)
     return load_grid(arguments.grid, sets=arguments.set or [], changes=changes)
+
+
+def _refuse_other_code(folder: RunFolder) -> None:
+    from .provenance import sources_hash
+
+    for path in (folder.path / "cells").glob("*/result.json"):
+        made = (folder.result(path.parent.name) or {}).get("provenance", {}).get("sources_hash")
+        if made not in (None, sources_hash()):
+            raise TriAccelError(
+                f"{folder.path} has results of other training code ({made}, now {sources_hash()}): choose another --out, or mix "
+                "them with --allow-mixed-code; the analysis will say so"
+            )
 
 
 def _name(asked: str, grid: Grid) -> str:
@@ -208,6 +224,7 @@ def _execute(arguments: Arguments, folder: RunFolder, cells: list[Cell]) -> bool
         force_unsupported=arguments.force_unsupported,
         checkpoint_seconds=arguments.checkpoint_seconds,
         timeout=arguments.timeout,
+        allow_mixed_code=arguments.allow_mixed_code,
     )
     queue = Queue(folder, cells)
     console = Console(highlight=False)

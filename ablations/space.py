@@ -71,6 +71,10 @@ class Space:
             values[name] = drawn
         return values
 
+    def values_of(self, config: TriAccelConfig) -> dict[str, float | int]:
+        """Values of the fields in ``config``, inside the space or not."""
+        return {name: _field(config, name) for name in self.dimensions}
+
     def defaults(self, config: TriAccelConfig) -> dict[str, float | int]:
         """What ``draw`` must be given to reproduce ``config``, moved to the nearest value inside the space."""
         found: dict[str, float | int] = {}

@@ -143,6 +143,8 @@ def run_trial(
         Stopped: the search shall end.
     """
     values = plan.space.draw(trial)
+    if trial.user_attrs.get("default"):  # itself, though a value of it may lie outside the space
+        values = plan.space.values_of(plan.grid.config)
     try:
         cells = trial_cells(plan, values)
     except ValueError as error:

@@ -232,8 +232,8 @@ def _folder(root: Path) -> tuple[Images, Images]:
         parts = [_decode(root / "train", classes), _decode(test, classes)]
     elif (root / "train").is_dir() or test is not None:
         raise WorkloadError(
-            f"{root} has {'train' if test is None else test.name}/ but no {'test' if test is None else 'train'}/: give both, or class "
-            "folders alone, which are then split"
+            f"{root} has {'train' if test is None else test.name}/ but no {'test' if test is None else 'train'}/: give both, or "
+            "class folders alone, which are then split"
         )
     else:
         classes = sorted(p.name for p in root.iterdir() if p.is_dir())
