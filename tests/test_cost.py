@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from triaccel.cost import CostTable, Ladder, best_map, device_ladder, measure_costs
-from triaccel.cost_map import minimum_cut
 from triaccel.cost_profile import run_pass
 from triaccel.cost_table import Edge, MeasuredMap, Node
 from triaccel.ladder import _off_cuda
 from triaccel.layers import find_layers
+from triaccel.mincut import minimum_cut
 from triaccel.types import LayerInfo, Precision, TriAccelError
 
 FP16, BF16, FP32 = Precision

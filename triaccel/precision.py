@@ -23,6 +23,7 @@ from typing import Any
 
 from .config import PrecisionConfig
 from .cost import CostTable, Ladder, best_map
+from .precision_fixed import FixedPrecision, pinned_formats
 from .precision_rules import Bound, Thresholds, Track, promote_overflow, step_track
 from .precision_warmup import Warmup
 from .types import (
@@ -36,7 +37,7 @@ from .types import (
     TriAccelError,
 )
 
-__all__ = ["AdaptivePrecision", "FixedPrecision", "PrecisionState", "make_precision_policy"]
+__all__ = ["AdaptivePrecision", "PrecisionState", "make_precision_policy"]
 
 _PRESSURE_RELEASE = 0.1
 
@@ -78,93 +79,6 @@ def make_precision_policy(
         initial_batch=initial_batch,
         total_samples=total_samples,
     )
-
-
-def _pins(layers: tuple[LayerInfo, ...], ladder: Ladder) -> dict[str, Precision]:
-    """Pinned format per layer; a tied layer has that of its group.
-
-    Raises:
-        TriAccelError: the device cannot run a pinned format, or a group is pinned to two.
-    """
-    groups: dict[str, tuple[str, Precision]] = {}
-    for info in layers:
-        if info.pin is None:
-            continue
-        if info.pin in ladder.unavailable:
-            raise TriAccelError(
-                f"layer {info.name!r} is pinned to {info.pin}, which this device cannot run: {ladder.unavailable[info.pin]}; "
-                "pin it to another format"
-            )
-        first, pin = groups.setdefault(info.tied_to or info.name, (info.name, info.pin))
-        if pin != info.pin:
-            raise TriAccelError(
-                f"layers {first!r} and {info.name!r} share a parameter but are pinned to {pin} and {info.pin}: "
-                "tied layers share one precision; pin them to the same format"
-            )
-    return {
-        info.name: groups[info.tied_to or info.name][1]
-        for info in layers
-        if (info.tied_to or info.name) in groups and (info.role == "compute" or info.pin is not None)
-    }
-
-
-# ------------------------------------------------------------------------------------------------ off and static
-
-
-@dataclass(frozen=True, slots=True)
-class FixedState:
-    """Map, what decided each layer, and why."""
-
-    precision_map: dict[str, Precision]
-    decided_by: dict[str, str]
-    reasons: dict[str, str]
-
-
-class FixedPrecision:
-    """One map for the whole run: FP32, or the cost table's best. Pins are in it."""
-
-    def __init__(
-        self, config: PrecisionConfig, *, ladder: Ladder, costs: CostTable | None, batch: int
-    ) -> None:
-        self._prefer = config.prefer
-        self._ladder = ladder
-        self._costs = costs
-        self._batch = batch
-
-    def init(self, layers: tuple[LayerInfo, ...]) -> FixedState:
-        """Decide."""
-        pins = _pins(layers, self._ladder)
-        decided = {info.name: "fixed" for info in layers if info.role == "compute"}
-        precision_map = dict.fromkeys(decided, Precision.FP32)
-        reasons: dict[str, str] = {}
-        if self._costs is not None:
-            bounds = dict.fromkeys(precision_map, self._ladder.lowest) | pins
-            precision_map, reasons = best_map(
-                self._costs,
-                layers,
-                batch_size=self._batch,
-                prefer=self._prefer,
-                allowed=bounds,
-                pinned=pins,
-            )
-            decided = dict.fromkeys(decided, "cost")
-        return FixedState(precision_map | pins, decided | dict.fromkeys(pins, "pin"), reasons)
-
-    def initial(self, state: FixedState) -> PrecisionDecision:
-        """The map."""
-        changes = tuple(
-            Change("precision", name, Precision.FP32, precision, state.reasons.get(name, "pinned"))
-            for name, precision in state.precision_map.items()
-            if precision is not Precision.FP32
-        )
-        return PrecisionDecision(state.precision_map, changes, state.decided_by)
-
-    def step(self, state: FixedState, observation: Observation) -> tuple[FixedState, PrecisionDecision]:
-        """The same map, whatever is observed."""
-        return state, PrecisionDecision(state.precision_map, (), state.decided_by)
-
-
-# ------------------------------------------------------------------------------------------------ paper and auto
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +127,7 @@ class AdaptivePrecision:
 
     def init(self, layers: tuple[LayerInfo, ...]) -> PrecisionState:
         """Everything in FP32 but the pins."""
-        pins = _pins(layers, self._ladder)
+        pins = pinned_formats(layers, self._ladder)
         compute = [info for info in layers if info.role == "compute"]
         config = self._config
         fixed = (
