@@ -354,11 +354,16 @@ def test_replay_runs_the_recorded_map_batches_and_rates():
 
 def test_gradient_release_gives_the_weights_and_the_statistics_of_an_ordinary_step():
     data = images()
-    parts = {"precision": {"rule": "paper", "tau_low": 1e-30, "tau_high": 2e-30, "stats_every": 1}, "tick_samples": 64}
+    parts = {
+        "precision": {"rule": "paper", "tau_low": 1e-30, "tau_high": 2e-30, "stats_every": 1},
+        "tick_samples": 64,
+    }
     plain, released = small_net(), small_net()
     ordinary = TriAccel(plain, torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9), with_parts(**parts))
     torch.manual_seed(7)
-    expected = [ordinary.step(batch, nn.CrossEntropyLoss()).loss for batch in ordinary.batches(data, epochs=1)]
+    expected = [
+        ordinary.step(batch, nn.CrossEntropyLoss()).loss for batch in ordinary.batches(data, epochs=1)
+    ]
     config = with_parts(**parts, engine={"gradient_release": True})
     release = TriAccel(released, torch.optim.SGD(released.parameters(), 0.1, momentum=0.9), config)
     torch.manual_seed(7)

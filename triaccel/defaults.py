@@ -18,7 +18,7 @@ def markdown() -> str:
     lines = [
         "# Every default",
         "",
-        "Made by `python -m triaccel.defaults`; \"ours\" marks values that the paper's public text does not give.",
+        'Made by `python -m triaccel.defaults`; "ours" marks values that the paper\'s public text does not give.',
         "",
         "| field | default | allowed | meaning, unit, source |",
         "|---|---|---|---|",

@@ -154,7 +154,7 @@ def test_control_cost(benchmark):
     def measure():
         step, tick = seconds(every_step, 300), seconds(every_tick, 100)
         plain = seconds(lambda: training.step(*batch), 9)
-        tracked, low, high = compare(lambda: training.step(*batch), tracked_step)
+        tracked, _low, _high = compare(lambda: training.step(*batch), tracked_step)
         return plain, step, tick, tracked
 
     def tracked_step():
