@@ -106,3 +106,13 @@ def test_it_is_never_below_the_floor_and_resumes_exactly(history):
 def test_a_floor_above_the_first_scale_is_an_error():
     with pytest.raises(ValueError, match="lower the floor"):
         LossScaleConfig(initial=1.0, floor=2.0)
+
+
+def test_all_gradients_none_no_inf_checks():
+    """PyTorch users: "No inf checks were recorded" when every gradient is None. Nothing is done, nothing raises, nothing grows."""
+    model = nn.Linear(2, 2)
+    scaler = LossScaler(LossScaleConfig(initial=4.0))
+    scaler.unscale_(model.parameters())
+    scaler.unscale_([])
+    assert model.weight.grad is None
+    assert scaler.value == 4.0

@@ -30,7 +30,7 @@ def trap():
 
 
 def test_the_scale_backs_off_first_then_the_culprit_alone_is_promoted_transformers_12225():
-    """transformers 12225 and pytorch 99640, 152279: the layer is named, every skip is said, the run survives."""
+    """transformers 12225 and pytorch 99640, 152279, 55585: the layer is named, every skip is said, the run survives."""
     model = trap()
     config = TriAccelConfig.model_validate(
         {
