@@ -109,7 +109,7 @@ def test_a_floor_above_the_first_scale_is_an_error():
 
 
 def test_all_gradients_none_no_inf_checks():
-    """PyTorch users: "No inf checks were recorded" when every gradient is None. Nothing is done, nothing raises, nothing grows."""
+    """PyTorch users: "No inf checks were recorded" when every gradient is None. Nothing is done, nothing raises."""
     model = nn.Linear(2, 2)
     scaler = LossScaler(LossScaleConfig(initial=4.0))
     scaler.unscale_(model.parameters())
