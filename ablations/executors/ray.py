@@ -81,6 +81,8 @@ class _Connected:
 
 def _connect(address: str | None) -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if address is None:  # a cluster of this machine alone listens on the loopback address, nowhere else
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     try:
         import ray
     except ImportError as error:
