@@ -10,6 +10,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# The networks of the tests are too small to gain from threads, and two spinning threads stall whatever else runs on two cores.
+torch.set_num_threads(1)
+
 ARCHIVE = "cifar10-jpeg.tar.xz"
 
 
