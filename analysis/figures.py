@@ -185,7 +185,8 @@ def save(figure: Figure, out: Path, name: str, formats: Sequence[str]) -> list[P
         "png": {"Software": None},
         "pdf": {"CreationDate": None, "ModDate": None, "Creator": None, "Producer": None},
     }
-    figure.draw_without_rendering()  # places everything once, for all formats
+    if (engine := figure.get_layout_engine()) is not None:
+        engine.execute(figure)  # places everything once, for all formats
     figure.set_layout_engine("none")
     written = []
     for suffix in formats:
