@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 OUT    ?= runs/quick
 ARGS   ?=
 
-.PHONY: quick test test-long lint bench figures fault clean
+.PHONY: quick test test-long lint bench figures clean
 
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -33,7 +33,7 @@ bench: $(STAMP)
 	$(BIN)/python -m pytest tests/benchmarks -m "" --benchmark-only --benchmark-disable-gc -s $(ARGS)
 
 figures: $(STAMP)
-	$(BIN)/python -m analysis.make --records paper_figs/reference --out paper_figs/reference
+	$(BIN)/python -m analysis.make --records paper_figs/reference --out paper_figs/reference --readme README.md
 
 clean:
 	rm -rf runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis
