@@ -93,14 +93,14 @@ def _run(folder: RunFolder, home: Path, cell: Cell, options: Options) -> str:
     if folder.owner(cell.id) != owner:
         print("the claim went to another runner while this one was away: its result counts", file=sys.stderr)
         return state
-    shared = options.shared_machine or bool(parts.pop("shared_machine", False))
+    disturbed = bool(parts.pop("shared_machine", False))
     folder.write_result(
         cell,
         state=state,
         reason=reason,
         provenance=provenance,
         options=asdict(options),
-        shared_machine=shared,
+        shared_machine=options.shared_machine or disturbed,
         **parts,
     )
     if state == "done":

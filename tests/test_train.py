@@ -2,12 +2,15 @@ import itertools
 import json
 import math
 import random
+import signal
 
 import pytest
 import torch
-from harness import tiny_cell
+from harness import declared, tiny_cell, tiny_grid
 from torch import nn
 
+from ablations.cell import Options
+from ablations.cell import run_cell as run_whole_cell
 from ablations.checkpoint import load_checkpoint, save_checkpoint
 from ablations.record import Log, RecordError, read_lines
 from ablations.train import Diverged, Preempted, Run, train
@@ -277,3 +280,16 @@ def test_a_full_disk_keeps_the_checkpoint_before(tmp_path, monkeypatch):
 
 def test_out_of_memory_is_a_result():
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+
+
+def test_a_cell_that_runs_beside_others_is_done_and_flagged(tmp_path):
+    folder, cells = declared(tmp_path / "out", tiny_grid("fp32", epochs=1))
+    assert folder.claim(cells[0].id)
+    options = Options(shared_machine=True, threads=1, checkpoint_seconds=0.0)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        assert run_whole_cell(str(folder.path), cells[0].id, options) == "done"
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert folder.result(cells[0].id)["shared_machine"] is True
