@@ -7,6 +7,7 @@ batch shape, so that paired arms see the same images whatever their batches. Not
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import tarfile
 from collections.abc import Callable
@@ -146,17 +147,31 @@ class Images:
 
 
 def _digits(root: Path, download: bool) -> tuple[Images, Images]:
-    from sklearn.datasets import load_digits
-
     del root, download
-    digits = load_digits()
-    small = torch.from_numpy(digits.images.astype(np.float32))[:, None] / 16.0
+    table = _digits_table()
+    small = torch.from_numpy(table[:, :-1].reshape(-1, 1, 8, 8).astype(np.float32)) / 16.0
     large = F.interpolate(small, size=(32, 32), mode="bilinear", align_corners=False)
     images = (large * 255.0).round().to(torch.uint8).expand(-1, 3, -1, -1).contiguous()
-    labels = torch.from_numpy(digits.target.astype(np.int64))
+    labels = torch.from_numpy(table[:, -1].astype(np.int64))
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     test, train = order[:360], order[360:]
     return tuple(Images(images[part], labels[part], 10, flip=False) for part in (train, test))  # type: ignore[return-value]
+
+
+def _digits_table() -> np.ndarray:
+    """scikit-learn's digits, (1797, 65): pixels in [0, 16] and the label.
+
+    Read from the package's own file where it lies where it did so far: importing scikit-learn takes a second.
+    """
+    found = importlib.util.find_spec("sklearn")
+    places = found.submodule_search_locations if found else None
+    path = Path(places[0]) / "datasets" / "data" / "digits.csv.gz" if places else None
+    if path is not None and path.is_file():
+        return np.loadtxt(path, delimiter=",")
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    return np.column_stack([digits.data, digits.target])
 
 
 def _torchvision_set(name: str, files: str) -> Callable[[Path, bool], tuple[Images, Images]]:

@@ -43,7 +43,7 @@ def test_a_grid_from_start_to_end_and_again(tmp_path, capsys):
         str(write_grid(tmp_path / "mine.toml", "fp32", "tri-accel", "amp-fp16")),
         str(tmp_path / "out"),
     )
-    assert main(["--grid", grid, "--out", out]) == 0
+    assert main(["--grid", grid, "--out", out, "--workers", "2"]) == 0
     printed = capsys.readouterr().out
     found = {cell.arm: cell for cell in status(tmp_path / "out")}
     assert (found["fp32"].state, found["tri-accel"].state) == ("done", "done")
@@ -53,6 +53,7 @@ def test_a_grid_from_start_to_end_and_again(tmp_path, capsys):
         assert "fp16 is not supported on this device" in printed
     result = read_json(tmp_path / "out" / "cells" / found["fp32"].id / "result.json")
     provenance = result["provenance"]
+    assert result["shared_machine"], "two workers: its times count as disturbed"
     for key in ("git_commit", "sources_hash", "packages", "cpu", "threads", "deterministic", "device"):
         assert key in provenance
     assert provenance["packages"]["torch"]

@@ -10,6 +10,7 @@ from ablations.workloads import (
     Images,
     ResidentImages,
     WorkloadError,
+    _digits_table,
     build_model,
     held_out,
     load_images,
@@ -116,6 +117,11 @@ def test_digits_are_mirrored_never():
     assert (len(train.labels), len(test.labels), train.classes, train.flip) == (1437, 360, 10, False)
     assert train.images.shape[1:] == (3, 32, 32)
     assert train.images.dtype == torch.uint8
+    from sklearn.datasets import load_digits
+
+    table, theirs = _digits_table(), load_digits()
+    assert np.array_equal(table[:, :-1], theirs.data)
+    assert np.array_equal(table[:, -1], theirs.target)
 
 
 def test_the_validation_split_is_a_fixed_tenth():
