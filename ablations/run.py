@@ -107,6 +107,10 @@ def _run(arguments: Arguments) -> int:
             print(f"merged {merge(source, folder)} finished cells from {source}")
     for cell in cells:
         folder.declare(cell)
+    if arguments.force_unsupported:
+        for cell in cells:
+            if folder.state(cell.id) == "unsupported" and not folder.claimed(cell.id):
+                (folder.cell_folder(cell.id) / "result.json").unlink(missing_ok=True)
     finished = _execute(arguments, folder, cells)
     if arguments.wandb != "disabled":
         from .publish import publish

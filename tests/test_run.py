@@ -206,3 +206,28 @@ def test_real_images_in_a_folder_train(cifar_jpeg, tmp_path):
     result = read_json(out / "cells" / cell.id / "result.json")
     assert result["metrics"]["samples_seen"] == 2000
     assert result["metrics"]["test_accuracy"] > 0.12
+
+
+def test_force_unsupported_runs_what_was_unsupported(tmp_path, monkeypatch):
+    from ablations import run as module
+    from ablations.cells import expand
+    from ablations.grid import load_grid
+
+    path = write_grid(tmp_path / "mine.toml", "fp32", "amp-fp16")
+    grid = load_grid(str(path))
+    folder = RunFolder(tmp_path / "out")
+    folder.open(grid)
+    for cell in expand(grid):
+        folder.declare(cell)
+        fake_result(folder, cell, state="unsupported" if cell.arm == "amp-fp16" else "done")
+    left = []
+    monkeypatch.setattr(
+        module,
+        "_execute",
+        lambda _, f, cells: left.extend(c.arm for c in cells if not f.finished(c.id)) or True,
+    )
+    arguments = ["--grid", str(path), "--out", str(tmp_path / "out"), "--allow-mixed-code"]
+    assert main(arguments) == 0
+    assert not left
+    main([*arguments, "--force-unsupported"])
+    assert left == ["amp-fp16"]
