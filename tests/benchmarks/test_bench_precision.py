@@ -163,40 +163,49 @@ def test_bench_precision_exhaustive_search(benchmark):
     benchmark.extra_info["to_winner"] = value[0]
 
 
-def controller_seconds(setting, tick_steps=10):
-    """Seconds a step of check, statistics, policy and map at the defaults, one control tick in ``tick_steps``."""
+def controller_seconds(setting, formats, *, steps=72):
+    """Seconds a step of check, statistics, policy and map at the defaults, with one control tick in ten steps.
+
+    What the check reads is then in cache for the update, so both are timed together and the plain update is taken off.
+    """
     config = PrecisionConfig(gate="off")
     statistic = GradientStatistics(setting.layers, decay=0.8, reference_batch=96, count_underflow=False)
     policy = make_precision_policy(
         config, ladder=device_ladder("cpu"), costs=None, initial_batch=96, total_samples=100_000
     )
     state = policy.init(tuple(setting.infos))
-    formats = {n: BF16 if i % 2 else FP32 for i, n in enumerate(setting.names)}
-    total = 0.0
-    for index in range(3 * tick_steps):
-        setting.step("ours")
+    seconds = {"plain": [], "check": [], "read": [], "tick": []}
+    setting.caster.apply(formats, version=0)
+    for index in range(steps):
+        setting.optimizer.zero_grad()
+        with setting.caster.forward():
+            outputs = setting.model(setting.inputs)
+        F.cross_entropy(outputs, setting.targets).backward()
+        kind = ("plain", "check", "read")[index % 3]
         start = time.perf_counter()
-        statistic.nonfinite_layers()
-        if index % config.stats_every == 0:
+        if kind != "plain":
+            statistic.nonfinite_layers()
+        if kind == "read":
             statistic.read(batch_size=96)
-        if index % tick_steps == tick_steps - 1:
-            layers = {
-                n: LayerStats(variance=s.variance, curvature=1.0) for n, s in statistic.snapshot().items()
-            }
-            seen = Observation(index, index, 6_000 * (index + 1), 100_000, 96, layers, formats)
-            state, _ = policy.step(state, seen)
-            setting.caster.apply(formats, version=index)
-        total += time.perf_counter() - start
-    return total / (3 * tick_steps)
+        setting.optimizer.step()
+        seconds[kind].append(time.perf_counter() - start)
+        start = time.perf_counter()
+        layers = {n: LayerStats(variance=s.variance, curvature=1.0) for n, s in statistic.snapshot().items()}
+        seen = Observation(index, index, 6_000 * (index + 1), 100_000, 96, layers, formats)
+        state, _ = policy.step(state, seen)
+        setting.caster.apply(formats, version=0)
+        seconds["tick"].append(time.perf_counter() - start)
+    plain, check, read, tick = (statistics.median(seconds[k]) for k in ("plain", "check", "read", "tick"))
+    return check - plain + (read - check) / config.stats_every + tick / 10
 
 
 def test_bench_precision_controller_share(benchmark):
     setting = Setting(resnet18(num_classes=10), 96)
     chosen, _ = setting.settled(3.0)
-    setting.step("ours")
-    fp32 = setting.block("ours", dict.fromkeys(setting.names, FP32))
-    ours = setting.block("ours", chosen)
-    controller = benchmark.pedantic(controller_seconds, args=(setting,), rounds=1)
+    fp32_map = dict.fromkeys(setting.names, FP32)
+    seconds = setting.alternate({"fp32": ("ours", fp32_map), "ours": ("ours", chosen)}, 5)
+    fp32, ours = (statistics.median(seconds[name]) for name in ("fp32", "ours"))
+    controller = benchmark.pedantic(controller_seconds, args=(setting, chosen), rounds=1)
     print(
         f"\ncontroller {1e3 * controller:.2f} ms a step: {100 * controller / fp32:.2f} % of an FP32 step ({1e3 * fp32:.0f} ms), "
         f"{100 * controller / ours:.2f} % of a settled one ({1e3 * ours:.0f} ms) (target 1.5 %)"
