@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .kernels import FP16_SMALLEST, Backend, GradStats, dispatch, grad_stats
+from .kernels.chunks import flat
 from .layers import Layer
 from .types import LayerStats, TriAccelError
 
@@ -218,10 +219,22 @@ class GradientStatistics:
         return rows, grads
 
     def _sums(self, grads: list[Tensor]) -> Tensor:
-        return torch.stack([g.sum(dtype=torch.float32).to(self._device) for g in grads])
+        """Sum of each, written into one vector: on a CPU, stacking 62 scalars costs a tenth of reading 45 MB."""
+        if self._device.type != "cpu":
+            return torch.stack([g.sum(dtype=torch.float32).to(self._device) for g in grads])
+        vector = torch.empty(len(grads))
+        for grad, place in zip(grads, vector.unbind(), strict=True):
+            if grad.dtype is torch.float32:
+                torch.sum(grad, None, out=place)
+            else:
+                torch.sum(grad, None, dtype=torch.float32, out=place)
+        return vector
 
     def _norms(self, grads: list[Tensor]) -> Tensor:
-        return torch.stack([norm.to(self._device) for norm in torch._foreach_norm(grads)])
+        if self._device.type != "cpu":
+            return torch.stack([norm.to(self._device) for norm in torch._foreach_norm(grads)])
+        flats = [flat(g if g.dtype is torch.float32 else g.float()) for g in grads]
+        return torch.stack([torch.dot(entries, entries) for entries in flats]).double().sqrt_()
 
     def _layer_index(self, rows: tuple[int, ...], grads: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Layer of each gradient, and entries per layer (0 / 0 is the NaN of a layer without a gradient)."""
