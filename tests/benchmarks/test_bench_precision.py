@@ -5,6 +5,7 @@ the median ratio over blocks with a 95 % bootstrap interval. Run with `make benc
 """
 
 import itertools
+import os
 import statistics
 import time
 
@@ -28,6 +29,14 @@ BF16, FP32 = Precision.BF16, Precision.FP32
 pytestmark = pytest.mark.skipif(
     BF16 not in device_ladder("cpu").precisions, reason="this CPU has no BF16 instructions: nothing to gain"
 )
+
+
+@pytest.fixture(autouse=True)
+def _all_cores():
+    before = torch.get_num_threads()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    yield
+    torch.set_num_threads(before)
 
 
 class Setting:
